@@ -129,7 +129,6 @@ def _general_purpose(settings: SubAgentSpec) -> SubAgentSpec:
 
 
 def _limited(spec: SubAgentSpec, quota: QuotaMiddleware) -> SubAgentSpec:
-    """Return a sub-agent's spec with limits."""
     name = spec["name"]
     if "graph_id" in spec:
         raise ValueError(

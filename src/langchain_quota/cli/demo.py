@@ -165,7 +165,6 @@ class Traffic:
         self._on_refusal = on_refusal
         self._tracer = trace.get_tracer("langchain_quota.demo")
         self.blocked = {f"chat-{number}": 0 for number in range(1, threads + 1)}
-        """The number of blocked calls of each thread."""
         # A registry of its own, because others may have settings of theirs on the global one.
         self.registry = CollectorRegistry()
         # The more threads, the more searches run at the same time.

@@ -22,7 +22,6 @@ RUNBOOKS = "https://github.com/langchain-quota/langchain-quota/blob/main/docs/ru
 """The address of links to runbooks in the data; the name of a page is its alert's, and `.md`."""
 
 RULES = "langchain-quota-rules.yaml"
-"""The name of the exported rules."""
 
 _DATA = resources.files("langchain_quota") / "monitoring"
 _OPTIONAL = "\n  # Only with --"

@@ -139,7 +139,6 @@ class Verdict:
         return self.decision.refused_by if self.refused else ()
 
     def _status(self, rule: Rule, amount: int, charged: bool) -> LimitStatus:  # noqa: FBT001 - one of three columns
-        """Return the status of a limit."""
         limit, refused_at = rule.limit, self.refused.get(rule.limit.name)
         reason: Reason | None = None
         if refused_at is not None:
@@ -166,7 +165,6 @@ class Verdict:
         )
 
     def _count(self, meter: Meter, amount: int) -> CountStatus:
-        """Return the status of a count."""
         before, place = self.before[meter.counter], self.place_of(meter)
         return CountStatus(
             *(meter.scope, before, before + amount, meter.maximum, place.subject, place.resets_at),

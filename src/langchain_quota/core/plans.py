@@ -215,7 +215,6 @@ class Plan(NamedTuple):
 
 
 NO_LIMITS = Plan.of(())
-"""The plan of a call that no limit matches."""
 
 
 class LimitSet:
@@ -231,7 +230,6 @@ class LimitSet:
         }
         """The limits whose refusals stop a batch, and after how many in a run."""
         self.budgets = tuple(rule for rule in self.rules if rule.is_budget)
-        """The limits on what model calls use."""
         self.asking = frozenset(
             name
             for name, limit in self.by_name.items()

@@ -26,7 +26,6 @@ class RequestRuns:
     refusals: list[Decision] = field(default_factory=list)
     """The refusals that have ended outermost runs."""
     checked: bool = False
-    """Whether a call was checked."""
 
 
 request_runs: ContextVar[RequestRuns | None] = ContextVar("langchain_quota_request", default=None)

@@ -111,7 +111,6 @@ class CallTimes(Feature):
         return answer(str(tool_call["id"]), tool_call["name"], text, reason)
 
     def _count(self, limit: TimeLimit, outcome: str) -> None:
-        """Count a call that took too long."""
         self.recorder.count(names.LONG_CALLS, running_agent(), limit.name, outcome)
 
 

@@ -39,7 +39,6 @@ class NearShares:
             if limit.enforce and limit.counted and is_told:
                 self._shares[limit.name] = near if isinstance(near, tuple) else (near,)
         self.present = bool(self._shares)
-        """Whether there is anything to tell."""
 
     async def tell(self, verdicts: Sequence[Verdict], told: dict[str, int]) -> None:
         """Tell of what charged calls have newly used; add to `told` what the thread is to know."""

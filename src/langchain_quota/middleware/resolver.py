@@ -137,7 +137,6 @@ class LimitResolver:
         return rule.stored(meters, places)
 
     async def _subject(self, moment: "_ResolutionContext", limit: Limit, quota: Quota) -> str:
-        """Return the subject of a quota."""
         what = f"quota {quota.name!r} of limit {limit.name!r}"
         if callable(quota.per):
             return subject_text(what, await self._evaluate(moment, limit, "per", quota.per))

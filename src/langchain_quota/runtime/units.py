@@ -25,7 +25,6 @@ MAX_DOLLARS = 9 * 10**6
 """The maximum of a limit or a price in dollars: Lua adds exactly up to 2**53 nanodollars."""
 
 _MAX_SECONDS = 10**9
-"""The maximum of a limit in seconds."""
 
 
 def parse_dollars(argument: str, value: object) -> Decimal:

@@ -180,7 +180,6 @@ class _PipeliningClient:
         self._next: Batch[tuple[Any, ...], object] | None = None
 
     async def eval(self, *arguments: Any) -> object:
-        """Run a script."""
         async with self._permits:
             return await self.client.eval(*arguments)
 
@@ -237,7 +236,6 @@ class _OwnedClients(Clients):
         await self._loops.close()
 
     def _of_loop(self) -> _PipeliningClient:
-        """Return the client of an event loop."""
         # The store has its own timeout: the client's would ignore that the event loop was blocked.
         pool = self._pool(redis.asyncio.ConnectionPool, AsyncRetry, 2**31, None)
         return _PipeliningClient(redis.asyncio.Redis.from_pool(pool), _CONNECTIONS)

@@ -145,7 +145,6 @@ class Observers:
             validate_function("on_decision", observer, "decision")
         self._observers: tuple[Observer, ...] = tuple(observers)
         self.present = bool(self._observers)
-        """True if there are observers."""
         self._recorder = recorder
 
     def __deepcopy__(self, _: dict[int, object]) -> Self:

@@ -206,8 +206,7 @@ class OpenReceipt(Receipt):
 
 
 _open: ContextVar[tuple[OpenReceipt, ...]] = ContextVar("langchain_quota_receipts", default=())
-ALL_OPEN: set[OpenReceipt] = set()
-"""The open receipts of the process."""
+ALL_OPEN: set[OpenReceipt] = set()  # in this process
 
 
 @contextmanager

@@ -111,7 +111,6 @@ class ModelRuns(BaseCallbackHandler):
         self._graphs: dict[UUID | None, GraphRun] = {}
         self._ended: deque[UUID] = deque()
         self.receipts: Sequence[OpenReceipt] = open_receipts()
-        """The open receipts of the root run."""
 
     def on_chat_model_start(self, *given: Any, **more: Any) -> None:
         """Keep what was asked."""
