@@ -63,8 +63,7 @@ def run(arguments: Namespace) -> int:
 def _show(store: Store, arguments: Namespace, asked: Asked) -> int:
     freezes = [each for each in store.grants() if not each.amount and _is_of(each.key, asked)]
     for freeze in freezes:
-        line = json.dumps(_grant_object(freeze)) if arguments.json else f"frozen: {_line(freeze)}"
-        say(line)
+        say(json.dumps(_grant_object(freeze)) if arguments.json else f"frozen: {_line(freeze)}")
     counts, code = _find(store, asked)
     usages = [usage for usage in counts.values() if _share(usage) >= (arguments.near or 0)]
     usages.sort(key=_SORTS[arguments.sort])

@@ -107,9 +107,8 @@ class Rule(NamedTuple):
                 (RUN, run_counter(limit), run, limit.run_limit),
             )
         )
-        keep = getattr(limit, "keep", None)
-        amount = whole_amount(limit.unit, "keep", keep) if keep else 0
-        return cls(limit, meters, keep=amount)
+        keep = whole_amount(limit.unit, "keep", limit.keep) if limit.keep else 0
+        return cls(limit, meters, keep)
 
     def stored(self, meters: Sequence[Meter], places: Places) -> "Rule":
         """Return the rule with these meters, whose counts a store keeps if they have places."""

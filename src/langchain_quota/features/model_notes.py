@@ -65,9 +65,8 @@ class ModelNotes(Feature):
     def create(cls, kernel: Kernel) -> "ModelNotes | None":
         """Return the feature if an option or a limit needs it."""
         feature = cls(kernel)
-        return (
-            feature if feature._tells or feature._hides or cls.needed_hooks(kernel.limits) else None
-        )
+        is_needed = feature._tells or feature._hides or cls.needed_hooks(kernel.limits)
+        return feature if is_needed else None
 
     @classmethod
     def needed_hooks(cls, limits: Sequence[Limit]) -> Collection[str]:

@@ -290,8 +290,7 @@ class RepeatLimit(LimitOptions):
         tools = parse_tool_names("tools", self.tools, or_none=True)
         exclude = parse_tool_names("exclude", self.exclude, or_none=True)
         # No tool's counter begins with a comma.
-        counter = f",repeats,{self.name}"
-        self._set(tools=tools, exclude=exclude, counter=counter)
+        self._set(tools=tools, exclude=exclude, counter=f",repeats,{self.name}")
         if tools and exclude:
             raise ValueError(f"exclude={self.exclude!r} needs all tools: leave tools out")
 

@@ -82,6 +82,7 @@ def _of_runs(name: str, labels: str, text: str) -> ByUnit:
 _counter = partial(_metric, kind="counter")
 _histogram = partial(_metric, kind="histogram")
 _of_table = partial(_metric, is_of_table=True)
+_amounts_of_table = partial(_amounts, is_of_table=True)
 
 CALLS = _counter(
     "calls_total",
@@ -196,11 +197,11 @@ SUBJECTS = _of_table(
     "Tracked threads and subjects of quotas, by how much of a limit they have used. Root runs, "
     "limits of 0 and limits with enforce=False are not included.",
 )
-THREAD_USED = _amounts(
-    "thread_used", "agent limit thread_id", "What a thread has used of a limit", is_of_table=True
+THREAD_USED = _amounts_of_table(
+    "thread_used", "agent limit thread_id", "What a thread has used of a limit"
 )
-THREAD_LIMIT = _amounts(
-    "thread_limit", "agent limit thread_id", "What a thread may use of a limit", is_of_table=True
+THREAD_LIMIT = _amounts_of_table(
+    "thread_limit", "agent limit thread_id", "What a thread may use of a limit"
 )
 THREAD_SPENT = _spent(
     "thread_spent_total",
@@ -220,17 +221,11 @@ THREAD_TIMES = _of_table(
     "When a thread's count was last set, when a call of it was last refused, with the scope and "
     "the subject, and when its window ends, in seconds since the Unix epoch.",
 )
-SUBJECT_USED = _amounts(
-    "subject_used",
-    "agent limit scope subject",
-    "What a subject has used of a quota",
-    is_of_table=True,
+SUBJECT_USED = _amounts_of_table(
+    "subject_used", "agent limit scope subject", "What a subject has used of a quota"
 )
-SUBJECT_LIMIT = _amounts(
-    "subject_limit",
-    "agent limit scope subject",
-    "What a subject may use of a quota",
-    is_of_table=True,
+SUBJECT_LIMIT = _amounts_of_table(
+    "subject_limit", "agent limit scope subject", "What a subject may use of a quota"
 )
 SUBJECT_BLOCKED = _of_table(
     "subject_blocked_total",

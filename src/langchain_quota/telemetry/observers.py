@@ -157,11 +157,8 @@ class Observers:
             if is_async(observer):
                 raise _async_error(observer)
 
-    async def notify(
-        self, mode: Mode, decisions: Sequence[Decision], record: TaskRecord | None = None
-    ) -> None:
+    async def notify(self, mode: Mode, decisions: Sequence[Decision], record: TaskRecord) -> None:
         """Call each observer with each decision, and wait for those that are async."""
-        record = record or TaskRecord()
         pairs = [(decision, observer) for decision in decisions for observer in self._observers]
         for decision, observer in pairs[record.notified :]:
             result: object = None
