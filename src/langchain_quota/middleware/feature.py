@@ -1,7 +1,7 @@
 """The seam: the methods of features. The kernel calls only those that a feature overrides."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Self, TypedDict
 
 from langchain.agents.middleware.types import (
     AgentMiddleware,
@@ -18,10 +18,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
 from langchain_quota.middleware.calls import Change, Step, Update
 from langchain_quota.middleware.state import FeatureData, State
-from langchain_quota.runtime.sync_async import Mode
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from langchain_quota.runtime.sync_async import Mode, P, T
 
 if TYPE_CHECKING:
     from langchain_quota.middleware.flow import Kernel

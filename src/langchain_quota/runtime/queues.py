@@ -16,13 +16,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from threading import TIMEOUT_MAX, Event, Lock
-from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
-from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from langchain_quota.runtime.sync_async import Mode, P, T, fork_safe_lock
 
 WaitContext = Callable[[], AbstractContextManager[object]]
 """Returns the context of a wait, such as one that counts it."""

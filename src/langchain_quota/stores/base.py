@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
-from langchain_quota.runtime.sync_async import run_sync
+from langchain_quota.runtime.sync_async import T, run_sync
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.keys import COUNT, check_keys, drain_time, read_emission_interval
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 PAGE = 500
 """How many keys a listing reads at a time."""
-
-T = TypeVar("T")
 
 Operation: TypeAlias = Callable[["Tables", Sequence[str]], T]
 """What is done to tables, with some keys."""

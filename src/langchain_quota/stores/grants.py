@@ -12,7 +12,7 @@ from uuid import uuid4
 from langchain_quota.limits.options import MODEL, UNITS, whole_amount
 from langchain_quota.limits.quotas import CalendarWindow, parse_window
 from langchain_quota.runtime.arguments import validate_type
-from langchain_quota.runtime.sync_async import run_sync
+from langchain_quota.runtime.sync_async import T, run_sync
 from langchain_quota.runtime.units import (
     MAX_DOLLARS,
     NANODOLLARS,
@@ -23,7 +23,7 @@ from langchain_quota.runtime.units import (
     format_amount,
     in_base_unit,
 )
-from langchain_quota.stores.base import BaseStore, T
+from langchain_quota.stores.base import BaseStore
 from langchain_quota.stores.keys import (
     DEFAULT_NAMES,
     NOTES,

@@ -17,9 +17,9 @@ from langchain_quota.core.admission import (
 from langchain_quota.runtime.arguments import validate_count
 from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.sync_async import T, fork_safe_lock
 from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occupancy, QuotaUsage
-from langchain_quota.stores.base import Operation, T
+from langchain_quota.stores.base import Operation
 from langchain_quota.stores.counts import (
     Count,
     Counts,

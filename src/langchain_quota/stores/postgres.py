@@ -14,9 +14,9 @@ from weakref import WeakValueDictionary
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.event_loops import Batch
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import current_mode, run_sync
+from langchain_quota.runtime.sync_async import T, current_mode, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.base import PAGE, Operation, T
+from langchain_quota.stores.base import PAGE, Operation
 from langchain_quota.stores.keys import COUNT, NOTES, Prefix
 from langchain_quota.stores.rows import FROZEN, Name, Rows, names_of
 from langchain_quota.stores.server import PREFIX, ServerStore

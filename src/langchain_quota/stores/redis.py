@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.store_errors import QuotaStoreError
-from langchain_quota.runtime.sync_async import run_sync
+from langchain_quota.runtime.sync_async import T, run_sync
 from langchain_quota.stores import IDLE_TTL
-from langchain_quota.stores.base import PAGE, Operation, T
+from langchain_quota.stores.base import PAGE, Operation
 from langchain_quota.stores.keys import COUNT, Prefix
 from langchain_quota.stores.redis_rows import RedisRows, key_of, pattern_of, place_of, read_rows
 from langchain_quota.stores.redis_script import SCRIPTS, read_result, write_acquire

@@ -14,8 +14,8 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.event_loops import Ticker
 from langchain_quota.runtime.store_errors import UNREADABLE, EventLoopBlockedError, QuotaStoreError
-from langchain_quota.runtime.sync_async import current_mode
-from langchain_quota.stores.base import Operation, T
+from langchain_quota.runtime.sync_async import T, current_mode
+from langchain_quota.stores.base import Operation
 from langchain_quota.stores.counts import check_request, idle_seconds
 from langchain_quota.stores.grants import SupportsGrants
 from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of

@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 
 from langchain_quota.limits.call import THREAD
 from langchain_quota.runtime.store_errors import UNREADABLE, QuotaStoreError
-from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.sync_async import P, T, fork_safe_lock
 from langchain_quota.telemetry import names
 from langchain_quota.telemetry.labels import (
     NONE,
@@ -35,10 +34,6 @@ from langchain_quota.telemetry.workers import Freeze, Snapshot, shared_directory
 
 _MAX_MODELS = 100
 """Maximum of distinct names of models, which callers invent behind a gateway, and of stores."""
-
-
-_Event = ParamSpec("_Event")
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +84,10 @@ class Instruments:
     def guard(
         self,
         component: str,
-        sink: Callable[_Event, _Result],
-        *event: _Event.args,
-        **options: _Event.kwargs,
-    ) -> _Result | None:
+        sink: Callable[P, T],
+        *event: P.args,
+        **options: P.kwargs,
+    ) -> T | None:
         """Call a component's sink with an event, and return its result, or `None` if it failed.
 
         A failure is counted, and does not reach the agent.

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from langchain_quota.limits.call import THREAD
-from langchain_quota.runtime.sync_async import fork_safe_lock
+from langchain_quota.runtime.sync_async import T, fork_safe_lock
 from langchain_quota.runtime.units import Level, in_base_unit, level
 from langchain_quota.telemetry import names, workers
 from langchain_quota.telemetry.labels import limit_label
@@ -26,7 +26,6 @@ from langchain_quota.telemetry.workers import (
     Number,
     Series,
     Subject,
-    T,
     Use,
     in_slices,
     merge_two,

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from langchain_quota.runtime.compat import is_multiprocess
+from langchain_quota.runtime.sync_async import T
 from langchain_quota.runtime.units import Level, Unit
 
 Key = tuple[str, str, str]
@@ -54,8 +55,6 @@ SLICE = 256
 """The number of subjects that are read or written without a pause."""
 
 _PAUSE = 0.0001
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)

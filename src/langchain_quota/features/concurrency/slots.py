@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolCall, ToolMessage
@@ -31,11 +31,8 @@ from langchain_quota.middleware.state import Charge, Ledger, State, ledger, refu
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.queues import WaitContext, Waiter, queues_of
-from langchain_quota.runtime.sync_async import Mode, newest_dicts, run_sync
+from langchain_quota.runtime.sync_async import Mode, P, T, newest_dicts, run_sync
 from langchain_quota.stores.memory import MemoryStore
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ConcurrencySlots(Feature):
