@@ -178,7 +178,10 @@ def _past_call(limit: RepeatLimit, call: ToolCall, answer: ToolMessage) -> _Past
         return None
     text = answer.content if isinstance(answer.content, str) else _text(answer.content)
     if failed:
-        text = _without_arguments(text)
+        # LangGraph's messages repeat the arguments of the call.
+        before, start, rest = text.partition(" with kwargs {")
+        _, end, after = rest.partition("} with error:")
+        text = before + after if start and end else text
     is_limited = limit.matches(Call("tool", tool))
     has_own_key = limit.key is not None and is_limited
     said = _key(limit, call, answer=text) or "" if has_own_key else text
@@ -201,13 +204,6 @@ def _key(limit: RepeatLimit, call: ToolCall, **answer: str) -> str | None:
         error.add_note(f"raised by the key of limit {limit.name!r} for tool {call['name']!r}")
         raise
     return None if key is None else _text(key)
-
-
-def _without_arguments(error: str) -> str:
-    """Return an error without the call's arguments, which LangGraph's messages repeat."""
-    before, start, rest = error.partition(" with kwargs {")
-    _, end, after = rest.partition("} with error:")
-    return before + after if start and end else error
 
 
 def _text(value: object) -> str:

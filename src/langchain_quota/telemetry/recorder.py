@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, Self
+from typing import TYPE_CHECKING, Self
 
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Outcome, Refund
@@ -18,6 +18,7 @@ from langchain_quota.limits import Limit
 from langchain_quota.limits.call import RUN, STORE, THREAD, Call, Scope
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.arguments import QuotaWarning, UserLine
+from langchain_quota.runtime.sync_async import P
 from langchain_quota.runtime.units import UNIT_LABELS, Level, Unit, in_base_unit
 from langchain_quota.telemetry import logs, names, stream
 from langchain_quota.telemetry.events import CallerLabels, DecisionEvent, LimitSpend, captures
@@ -38,8 +39,6 @@ _MAX_FIRST_LINES = 1000
 
 Sink = Callable[[DecisionEvent], None]
 Sinks = Sequence[tuple[str, Sink]]
-
-_Event = ParamSpec("_Event")
 
 
 class Recorder:
@@ -334,15 +333,11 @@ class Recorder:
         """Add a duration to a histogram."""
         self._guard("metrics", self._metrics.observe, spec, seconds, *labels)
 
-    def log(
-        self, line: Callable[_Event, None], *event: _Event.args, **options: _Event.kwargs
-    ) -> None:
+    def log(self, line: Callable[P, None], *event: P.args, **options: P.kwargs) -> None:
         """Write a line to the log."""
         self._guard("observer", line, *event, **options)
 
-    def log_first(
-        self, line: Callable[_Event, None], *event: _Event.args, **options: _Event.kwargs
-    ) -> None:
+    def log_first(self, line: Callable[P, None], *event: P.args, **options: P.kwargs) -> None:
         """Write a line to the log once for each event, and at most 1,000 times."""
         logged = self._shared.logged[line]
         if event not in logged and len(logged) < _MAX_FIRST_LINES:

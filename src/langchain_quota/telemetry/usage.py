@@ -341,9 +341,7 @@ class UsageTable(UsageReader):
 
     def _near_share(self, limit: Limit) -> float | None:
         """Return the share from which a limit is near, or `None` in dry run: no call is stopped."""
-        if not limit.enforce:
-            return None
-        return limit.near_share or self._near
+        return (limit.near_share or self._near) if limit.enforce else None
 
     def _key_of(self, agent: str, verdict: Verdict, quota: Meter) -> tuple[Key, str | None]:
         """Return the key of a quota's subject, and its label if the subject is new."""
