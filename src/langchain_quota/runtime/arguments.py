@@ -20,8 +20,6 @@ MAX_NAME_LENGTH = 64
 
 _LONGEST_VALUE = 80
 
-_MAY_BE_LEFT_OUT = ("thread_limit", "run_limit")
-
 _Kind = TypeVar("_Kind")
 
 _GUESSES = {
@@ -179,7 +177,8 @@ def validate_count(
         remedy = f": write {value}" if isinstance(value, str) and value.isdecimal() else ""
         raise TypeError(f"{argument} must be {what}, not {value!r}{remedy}")
     if value < least:
-        remedy = ": leave it out for no limit" if argument in _MAY_BE_LEFT_OUT else ""
+        is_optional = argument in ("thread_limit", "run_limit")
+        remedy = ": leave it out for no limit" if is_optional else ""
         if least and remedy:  # a RepeatLimit always has one
             remedy = ": write 1 to block every repetition"
         raise ValueError(f"{argument} must be {least} or more, not {value!r}{remedy}")

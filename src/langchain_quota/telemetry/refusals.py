@@ -15,25 +15,19 @@ from langchain_quota.telemetry.workers import BLOCKED_NOW, Refusal, Use
 
 
 def refusals_of(event: DecisionEvent) -> Iterator[Refusal]:
-    """Return what limits have refused, with the traces of the calls."""
-    now = time.time()
+    """Return what limits have refused, with the rows that show it and the traces of the calls."""
+    now, caller = time.time(), event.caller
     for index, verdict in enumerate(event.verdicts):
-        for status in verdict.refused_by:
-            if status.enforced:
-                yield _refusal(event, index, status, now)
-
-
-def _refusal(event: DecisionEvent, index: int, status: LimitStatus, now: float) -> Refusal:
-    """Return a refusal, and the rows that show it."""
-    count = status.count_of(status.scope)
-    label = event.subjects.get((status.limit, status.refusal_scope or ""), "")
-    # The row of a quota per agent has the agent's name.
-    row = label or (event.caller.agent if count is not None and count.per == "agent" else "")
-    tool = event.tools[index] if event.verdicts[index].call.kind == "tool" else None
-    trace = (event.exemplars.get(index) or {}).get("trace_id")
-    about = {"at": now, "tool": tool, "trace_id": trace, "limit": limit_label(status.limit)}
-    rows = (THREAD, event.caller.thread), (status.scope or "", row)
-    return rows, {**about, **_shown(status, now), "subject": label}
+        for status in (status for status in verdict.refused_by if status.enforced):
+            count = status.count_of(status.scope)
+            label = event.subjects.get((status.limit, status.refusal_scope or ""), "")
+            # The row of a quota per agent has the agent's name.
+            row = label or (caller.agent if count is not None and count.per == "agent" else "")
+            tool = event.tools[index] if verdict.call.kind == "tool" else None
+            trace = (event.exemplars.get(index) or {}).get("trace_id")
+            about = {"at": now, "tool": tool, "trace_id": trace, "limit": limit_label(status.limit)}
+            rows = (THREAD, caller.thread), (status.scope or "", row)
+            yield rows, {**about, **_shown(status, now), "subject": label}
 
 
 def _shown(status: LimitStatus, now: float) -> dict[str, Any]:

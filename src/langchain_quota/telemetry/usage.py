@@ -42,9 +42,6 @@ _Shown = tuple[str, Unit, float | None, Sequence[Meter], float]
 At last, how many known numbers make those of a verdict too few to replace them.
 """
 
-_BOUNDED = ("agent", "global")
-"""The `per` of quotas with one subject for each agent, which always has series."""
-
 
 class UsageTable(UsageReader):
     """The sink that keeps what subjects have used of their limits, from the newest decisions."""
@@ -347,7 +344,8 @@ class UsageTable(UsageReader):
         """Return the key of a quota's subject, and its label if the subject is new."""
         subject = verdict.place_of(quota).subject
         key = (agent, quota.scope, digest(subject))
-        if quota.per in _BOUNDED:
+        if quota.per in ("agent", "global"):
+            # They have one subject for each agent, which always has series.
             return key, ""
         if key in self._subjects:
             return key, None
