@@ -124,10 +124,7 @@ async def test_series_stay_for_a_while(clock: Clock) -> None:
     assert blocked <= seen[-1]
     assert max(map(len, seen)) <= 10
     assert 20 <= len(set.union(*seen)) <= 30
-
-
-async def test_few_series_begin_at_once() -> None:
-    """At most 50 with one scrape, so that no scrape is much larger than the last one."""
+    # No scrape is much larger than the last one.
     signals = telling(max_exported_threads=60)
     agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
     for number in range(60):
@@ -196,20 +193,10 @@ async def test_users_with_labels(clock: Clock) -> None:
             assert signals.samples(SUBJECT_USED, **of) == {(user,): n for user, n in used.items()}
         by = {key[-2:] for key in signals.samples(TIMES, event="refusal")}
         assert by == {("user_id", user[:3]) for user, count in uses.items() if count > 10}
-        found = signals.samples(SUBJECT_BLOCKED, **of)
-        assert found == {(user,): n for user, n in refused.items()}
+        assert signals.samples(SUBJECT_BLOCKED, **of) == {(user,): n for user, n in refused.items()}
         decisions = signals.samples("langchain_quota_limit_decisions_total", decision="blocked")
         every = sum(max(0, count - 10) for count in uses.values())
         assert decisions.get(("boss", "tool:search", "user_id"), 0) == every
-
-
-async def test_a_label_of_no_quota() -> None:
-    """A name in `subject_label` that no quota has is a warning, at the first decision."""
-    signals = telling(subject_label={"tenat": str, "user_id": str})
-    agent = Searcher(signals, PER_USER, store=MemoryStore())
-    with pytest.warns(QuotaWarning, match="'tenat', and no quota has this name.* 'user_id'"):
-        await agent.search("t1", 1)
-    await agent.search("t1", 1)
 
 
 async def test_what_a_thread_has_spent_begins_at_0(signals: Signals) -> None:
@@ -280,23 +267,34 @@ async def test_a_refund_in_the_next_run(signals: Signals) -> None:
     assert states(signals) == {"ok": 1}
 
 
-async def test_no_more_than_fit(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of too many threads, those without a call for longest are forgotten."""
-    monkeypatch.setattr("langchain_quota.telemetry.usage.MAX_TRACKED", 3)
-    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
-    for thread in ("t1", "t2", "t3", "t1", "t4", "t5"):
+async def test_two_scrapes_at_once(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread is counted once, in a scrape during which it has a call, and another scrape."""
+    agent, pauses = Searcher(signals, ToolCallLimit("search", thread_limit=9)), iter("123!")
+    for thread in ("older", "newer"):
         await agent.search(thread, 1)
-    # A scrape and a decision both forget.
-    await agent.search("t5", 1)
-    assert {*of_limit(signals, USED)} == {"t1", "t4", "t5"}
+
+    def pause(_: float) -> None:
+        # Both threads have been read, and one is rated.
+        if next(pauses, "") == "!":
+            asyncio.run(agent.search("newer", 8))
+            signals.samples("langchain_quota_subjects")
+
+    monkeypatch.setattr("langchain_quota.telemetry.workers.SLICE", 1)
+    monkeypatch.setattr("langchain_quota.telemetry.workers.time.sleep", pause)
+    counts = await asyncio.to_thread(signals.samples, "langchain_quota_subjects")
+    assert (sum(counts.values()), min(counts.values()), next(pauses, "")) == (2, 0, "")
 
 
-async def test_the_idle_are_forgotten(clock: Clock) -> None:
-    """After the time to live; the counts of their limits stay, at 0, and refusals begin anew."""
-    signals = telling(thread_ttl=HOUR * 2, subject_label={"user_id": str})
-    limit = ToolCallLimit("search", thread_limit=10, quotas=[Quota(10, per="user_id")])
-    agent = Searcher(signals, limit, store=MemoryStore(clock=clock))
-    await agent.search("idle", 11, "ada")
+async def test_the_idle_are_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time to live; the counts of their limits stay, at 0, and refusals begin anew.
+
+    Of too many threads, those without a call for longest are. A label of no quota is a warning.
+    """
+    signals = telling(thread_ttl=HOUR * 2, subject_label={"tenat": str, "user_id": str})
+    limits = [ToolCallLimit("search", thread_limit=10, quotas=[Quota(10, per="user_id")])]
+    agent = Searcher(signals, *limits, store=MemoryStore(clock=clock))
+    with pytest.warns(QuotaWarning, match="'tenat', and no quota has this name.* 'user_id'"):
+        await agent.search("idle", 11, "ada")
     clock.now += 3600
     await agent.search("busy", 9, "bob")
     clock.now += 3600
@@ -310,6 +308,11 @@ async def test_the_idle_are_forgotten(clock: Clock) -> None:
     await agent.search("busy", 1, "bob")
     assert of_limit(signals, BLOCKED) == {}
     assert [key[-1] for key in signals.samples(SUBJECT_USED)] == ["bob"]
+    monkeypatch.setattr("langchain_quota.telemetry.usage.MAX_TRACKED", 3)
+    agent = Searcher(signals, ToolCallLimit("search", thread_limit=10))
+    for thread in ("t1", "t2", "t3", "t1", "t4", "t5", "t5"):
+        await agent.search(thread, 1)
+    assert {*of_limit(signals, USED)} == {"t1", "t4", "t5"}
 
 
 async def test_a_reset(clock: Clock) -> None:

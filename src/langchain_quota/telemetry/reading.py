@@ -9,7 +9,7 @@ from functools import lru_cache
 from heapq import nlargest
 from itertools import islice
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,6 +41,12 @@ _HOUR = 3600
 
 KINDS = ("threads", "subjects")
 """The kinds of rows: of threads, and of the subjects of quotas."""
+
+_Rated = tuple[tuple[int, float, float], Subject, Sequence[Series]]
+"""The urgency of a subject, the subject, and what it has reached, as this reading has counted it.
+
+Another reading may rate the subject again meanwhile.
+"""
 
 _BLOCKED = 2
 """The urgency of a subject that is blocked now; the near ones have 1, and the others 0."""
@@ -129,8 +135,8 @@ class Reading:
             top = self._choose(rated, len(subjects), bound, stays=stays)
             self.hidden[KINDS[subjects is not threads]] += len(subjects) - len(top)
             self._named += subjects if bound else ()
-            for subject in top:
-                self.exported.update(subject.reached)
+            for _, subject, reached in top:
+                self.exported.update(reached)
                 key = (*subject.key[:2], subject.label)
                 first = rows.get(key)
                 rows[key] = subject if first is None else merge_two(first, subject, by_time=False)
@@ -163,7 +169,7 @@ class Reading:
         running = int(self.now // seconds)
         return [self.totals[name][period] for period in range(running - kept + 1, running + 1)]
 
-    def _rate(self, subjects: Iterable[Subject], on_error: workers.OnError) -> Iterator[Subject]:
+    def _rate(self, subjects: Iterable[Subject], on_error: workers.OnError) -> Iterator[_Rated]:
         """Count and rate subjects: those blocked now come first, then near ones by share."""
         # Yield them singly: for a list of many, the garbage collector would stop all threads.
         for subject in in_slices(subjects):
@@ -175,26 +181,27 @@ class Reading:
             except Exception as error:
                 on_error(error)
                 continue
-            self._standings[subject.reached] += 1
+            reached = subject.reached
+            self._standings[reached] += 1
             _, scope, name = subject.key
             # Strings, for many new tuples would have the garbage collector stop all threads.
             shown = name if scope == THREAD else f"{scope} {name}"
             for state in subject.states:
                 self.states[KINDS[scope != THREAD]][state].add(shown)
-            yield subject
+            yield subject.urgency, subject, reached
 
     def _choose(
-        self, rated: Iterable[Subject], count: int, bound: int, *, stays: bool
-    ) -> Sequence[Subject]:
+        self, rated: Iterable[_Rated], count: int, bound: int, *, stays: bool
+    ) -> Sequence[_Rated]:
         """Return the most urgent of `count` subjects, at most `bound`; series may stay."""
         # A counter that vanishes and returns has a false increase. Prometheus keeps each series for
         # hours: three times the bound at most.
-        shown, exports, by_urgency = dict[Key, Subject](), self.exports, attrgetter("urgency")
+        shown, exports, by_urgency = dict[Key, _Rated](), self.exports, itemgetter(0)
 
-        def noted() -> Iterator[Subject]:
+        def noted() -> Iterator[_Rated]:
             for one in rated:
-                if exports.get(one.key, (0.0, -1.0))[1] == self._latest:
-                    shown[one.key] = one
+                if exports.get(one[1].key, (0.0, -1.0))[1] == self._latest:
+                    shown[one[1].key] = one
                 yield one
 
         # Consume the iterator even if none is exported, because it counts all subjects.
@@ -202,10 +209,10 @@ class Reading:
         if not stays:
             return ranked[:bound]
         chosen = {key: one for key, one in shown.items() if self.now - exports[key][0] < STAYS}
-        is_thread = bool(ranked) and ranked[0].key[1] == THREAD
+        is_thread = bool(ranked) and ranked[0][1].key[1] == THREAD
         series, new = sum((key[1] == THREAD) == is_thread for key in exports), 0
         for one in (*ranked, *shown.values()):
-            key, is_blocked = one.key, one.urgency[0] == _BLOCKED
+            key, is_blocked = one[1].key, one[0][0] == _BLOCKED
             is_new = key not in shown
             # If some are hidden, a part of the room and of the series is for those blocked now.
             room = bound if is_blocked or not is_new or count <= bound else bound - bound // 5
