@@ -64,7 +64,6 @@ Amount = TypeVar("Amount")
 Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None] | None] | None
 """An amount, none, or a function of the agent's state and runtime that gives either."""
 
-
 _Fields: TypeAlias = Any
 """A kind of limit with its fields, which differ from kind to kind."""
 

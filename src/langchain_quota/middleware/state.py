@@ -29,7 +29,6 @@ RUN_TOOLS = "run_tool_call_count"
 THREAD_MODEL = "thread_model_call_count"
 RUN_MODEL = "run_model_call_count"
 
-
 State = Mapping[str, Any]
 """A graph's state, by key."""
 

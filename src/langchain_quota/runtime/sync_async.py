@@ -147,7 +147,6 @@ _PATIENCE = 1.0
 _locks: dict[ref[Any], None] = {}
 """All locks, in the order of their creation."""
 
-
 _held = threading.local()
 """Its `locks` are those that a thread holds while it forks."""
 

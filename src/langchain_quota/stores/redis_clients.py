@@ -47,7 +47,6 @@ _DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") el
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
-
 _Pool = TypeVar("_Pool", bound=redis.ConnectionPool | redis.asyncio.ConnectionPool)
 
 

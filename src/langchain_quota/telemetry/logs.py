@@ -14,7 +14,6 @@ logger = logging.getLogger("langchain_quota")
 NEARLY_FULL = 0.8
 """Share of a store's room that it cannot free, from which it is logged as nearly full."""
 
-
 USAGE_REMEDY = (
     "ChatOpenAI with a base_url, or with an HTTP client of your own, reports it while it streams "
     "with stream_usage=True"

@@ -24,7 +24,6 @@ from langchain_quota.telemetry.names import MetricSpec
 _LimitSettings = tuple[object, ...]
 """The settings that a limit's series depend on; not the subjects of quotas."""
 
-
 _Counter = without_created(Counter)
 _Histogram = without_created(Histogram)
 

@@ -14,7 +14,6 @@ from langchain_quota.telemetry.events import DecisionEvent
 
 EventName = Literal["near", "exhausted", "refused", "waiting", "downgraded", "ended"]
 
-
 _CROSSINGS: dict[Level, EventName] = {Level.NEAR: "near", Level.EXHAUSTED: "exhausted"}
 
 

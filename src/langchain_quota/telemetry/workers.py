@@ -50,7 +50,6 @@ CALLS = ("allowed", "blocked", "without_store")
 PERIODS = {**dict.fromkeys(CALLS, (60, 60)), "nanodollars": (3600, 24)}
 """The totals of calls and costs: the length of their periods in seconds, and how many are kept."""
 
-
 SLICE = 256
 """The number of subjects that are read or written without a pause."""
 

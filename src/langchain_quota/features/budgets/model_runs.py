@@ -273,7 +273,6 @@ _calls: ContextVar[tuple[QuotaCallback, ...]] = ContextVar(
 )
 """The model calls of agents that the running code is in, the outermost first."""
 
-
 _for_all = Event()
 
 

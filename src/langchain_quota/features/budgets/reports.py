@@ -16,10 +16,8 @@ from langchain_quota.runtime.units import parse_dollars
 _TIERS = ("", "priority_", "flex_")
 """What langchain-openai writes in front of the names of details: OpenAI's service tiers."""
 
-
 _MOST = 10**9
 """More tokens are no report, but nonsense."""
-
 
 _PROVIDER_TOOLS = {
     "web_search_call": "web_search",
@@ -176,10 +174,8 @@ def _is_count(value: object) -> bool:
 _REFUSED = range(400, 600)
 """The HTTP statuses of a request that was not served."""
 
-
 _HAS_STATUS_AS_CODE = {"APIError", "GoogleAPICallError", "HTTPError"}
 """Errors whose `code` is an HTTP status: Google's and `urllib`'s. In other errors it is not."""
-
 
 _CUT_OFF = (
     *("Timeout", "TimeoutError", "TimeoutException", "DeadlineExceeded"),
@@ -190,7 +186,6 @@ _CUT_OFF = (
     *("CancelledError", "GeneratorExit", "KeyboardInterrupt"),
 )
 """The ends of the names of errors after which a provider may have served the request."""
-
 
 _NOT_CONNECTED = {
     *("ConnectError", "ConnectTimeout", "ConnectTimeoutError", "ConnectionRefusedError"),
