@@ -82,9 +82,8 @@ class RootRun(BaseCallbackHandler):
             return
         self.key = uuid4().hex
         self.thread_id = own_metadata.get("thread_id")
-        self.resumes = isinstance(inputs, Command) or (
-            inputs is None and self.thread_id is not None
-        )
+        has_thread = self.thread_id is not None
+        self.resumes = isinstance(inputs, Command) or (inputs is None and has_thread)
         has_parent = getattr(around.get("callbacks"), "parent_run_id", None) is not None
         self.is_lost = compat.is_in_node(nested) or (has_parent and root_run() is None)
 

@@ -158,7 +158,6 @@ def default_telemetry() -> Telemetry:
 
 def recorder_of(telemetry: Telemetry | None) -> Recorder:
     """Return the recorder of a `Telemetry`, by default of the process's one, for a middleware."""
-    if telemetry is None:
-        telemetry = default_telemetry()
+    telemetry = default_telemetry() if telemetry is None else telemetry
     validate_type("telemetry", telemetry, Telemetry, "a Telemetry or None")
     return telemetry.recorder

@@ -221,11 +221,15 @@ class _SlotRequest:
 
     def _needs(self) -> Mapping[str, int | None]:
         """Return the counts in which the call needs a slot, with each enforced maximum."""
+
         # Every call acquires its slots in this order, so no two calls wait for each other. Counts
         # of few tools come first: a call that waits for one of them delays few other tools. Counts
         # of limits in a dry run come last.
+        def rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
+            return not limit.enforce, len(limit.tools) or sys.maxsize, store_counter(limit)
+
         needs: dict[str, int | None] = {}
-        for limit in sorted(self.limits.values(), key=_rank):
+        for limit in sorted(self.limits.values(), key=rank):
             count, maximum = store_counter(limit), limit.max_concurrency
             if limit.enforce:
                 needs[count] = min(maximum, needs.get(count) or maximum)
@@ -329,8 +333,3 @@ def _name(run_ledger: Ledger, call: Call) -> str:
 
 def _concurrency_limits(limits: Sequence[Limit]) -> list[ConcurrencyLimit]:
     return [limit for limit in limits if isinstance(limit, ConcurrencyLimit)]
-
-
-def _rank(limit: ConcurrencyLimit) -> tuple[bool, int, str]:
-    """Return a limit's position in the order in which calls acquire their slots."""
-    return not limit.enforce, len(limit.tools) or sys.maxsize, store_counter(limit)
