@@ -243,14 +243,6 @@ async def test_structured_output(most: int, found: Any, signals: Signals) -> Non
     assert scene.calls("blocked", "Weather") == 0
 
 
-def test_a_stream_of_the_limited_model(signals: Signals) -> None:
-    """The limited model itself answers at once."""
-    quota = GraphQuota([ModelCallLimit(run_limit=1)], telemetry=signals.telemetry)
-    limited = quota.model(ScriptedChatModel(script=["All is done."]))
-    app = graph_of(lambda state: {"messages": [*limited.stream(state["messages"])]})
-    assert app.invoke(HELLO)["messages"][-1].text == "All is done."
-
-
 class AsyncModel(ScriptedChatModel):
     """A model with an async form of its own."""
 
@@ -445,20 +437,27 @@ async def test_a_question_beside_that_of_a_tool(fits: Any, form: Any, signals: S
         ([replace(MODEL_ASKS, grant=9), RESERVES], ANSWERS[1:], [3, 5]),
     ],
 )
-def test_a_node_that_calls_its_model_twice(
+def test_a_node_that_makes_several_calls(
     limits: Sequence[Limit], answers: Any, made: list[int], signals: Signals
 ) -> None:
     """Each is a call of its own, where the node runs again, too; an approval is used for one.
 
-    An answer to the node's own question is not taken for one to the limit's.
+    An answer to the node's own question is not taken for one to the limit's. The limited model
+    itself streams in one piece. Of its tools, too, each call is checked, even if no id tells it
+    from the one before; what runs again is charged once.
     """
-    model = ScriptedChatModel(script=lambda _: answer(2))
-    limited = GraphQuota(limits, telemetry=signals.telemetry).model(model)
+    model, tool = ScriptedChatModel(script=lambda _: answer(2)), recording("search", [])
+    quota = GraphQuota([*limits, TWO_OF_THREE], store=MemoryStore(), telemetry=signals.telemetry)
+    limited, tools = quota.model(model), quota.tools([tool])
+    call = {"name": "search", "args": {}, "id": "1", "type": "tool_call"}
 
     def node(state: MessagesState) -> Any:
-        said = [limited.invoke([*state["messages"], ("user", text)]) for text in ("One", "Two")]
+        answers = [tools.invoke([call])["messages"][0] for _ in "123"]
+        assert [answer.status for answer in answers] == ["success", "success", "error"]
+        limited.invoke([*state["messages"], ("user", "One")])
+        [said] = limited.stream([*state["messages"], ("user", "Two")])
         interrupt("Sure?")
-        return {"messages": said[-1:]}
+        return {"messages": said}
 
     app = graph_of(node, checkpointer=InMemorySaver())
     result = app.invoke(HELLO, CONFIG)
@@ -466,6 +465,7 @@ def test_a_node_that_calls_its_model_twice(
         result = app.invoke(given, CONFIG)
         assert len(model.calls) == calls
     assert ("__interrupt__" in result) == (answers[-1] is None)
+    assert run_counts(quota.store, "search") == [2]
 
 
 def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> None:

@@ -61,6 +61,15 @@ class _Run:
         """The answers to calls that are checked; `None` for a call that may run."""
         self.taken: dict[str, Answers] = {}
         """The answers to the calls of a task of tools, by the name of its work."""
+        self.asked: dict[str, tuple[object, int]] = {}
+        """The attempt at a task that asked last for some work, and how often it had before."""
+
+    def again(self, work: str, attempt: object) -> str:
+        """Return the name of a task's work: another one if the attempt has asked for it before."""
+        last, before = self.asked.get(work, (None, 0))
+        before = before + 1 if last is attempt else 0
+        self.asked[work] = attempt, before
+        return f"{work}/{before}" if before else work
 
     def end(self, answer: AIMessage, *, at_model: bool) -> None:
         """Note the answer with which a limit ends the run."""
@@ -210,7 +219,11 @@ class GraphLimits(QuotaMiddleware):
         message = pending.message if pending and ids.issuperset(c["id"] for c in calls) else None
         message_id = None if message is None else message.id
         names = [(message_id, call["id"], call["name"]) for call in calls]
-        work = call_context(running_runtime()).step(repr(names))
+        runtime: Any = running_runtime()
+        # A node may call its tools in a loop, with calls that no id tells apart. If the node runs
+        # again, which has a new info, it comes to them in the same order.
+        work = call_context(runtime).step(repr(names))
+        work = run.again(work, runtime.execution_info)
         if work in run.taken:
             if await self.was_asked(mode, work):
                 compat.is_answered()
