@@ -149,8 +149,7 @@ class TestRateLimiter:
     async def test_tokens(self, way: str, clock: Passing) -> None:
         """A call waits for its reserve and a request, and is charged what the model reports."""
         store = MemoryStore(clock=clock)
-        given: Any = {"requests": 60, "tokens": 60, "window": "1m", "reserve": 30}
-        limiter = store.rate_limiter("openai", **given)
+        limiter = store.rate_limiter("openai", requests=60, tokens=60, window="1m", reserve=30)
         model = ScriptedChatModel(
             script=using(20), rate_limiter=limiter, callbacks=[limiter], cache=False
         )
@@ -284,7 +283,7 @@ class Slow(ScriptedChatModel):
         return super()._generate(*args, **options)
 
 
-@pytest.mark.parametrize("limited_by", ["a limit", "a rate limiter"])
+@pytest.mark.parametrize("limited_by", ["a limit", "a rate limiter", "reservations"])
 @both_forms
 async def test_waiting_calls_see_what_others_give_back(
     signals: Signals, form: Form, limited_by: str, monkeypatch: pytest.MonkeyPatch
@@ -294,9 +293,11 @@ async def test_waiting_calls_see_what_others_give_back(
         monkeypatch.setattr(f"langchain_quota.{module}.LOOKS_AGAIN", 60.0)
     store, options = FickleStore(MemoryStore()), dict[str, Any](script=lambda _: answer(10))
     limits: list[Limit] = [TokenLimit(quotas=[Quota(1_000, **HOUR)], reserve=900, wait="1h")]
-    if limited_by == "a rate limiter":
+    if limited_by != "a limit":
+        reserve, reservations = (900, 9) if limited_by == "a rate limiter" else (1, 1)
+        monkeypatch.setattr("langchain_quota.stores.counts.MAX_HELD", reservations)
         make: Any = MemoryStore.rate_limiter
-        limiter = make(store, "openai", tokens=1_000, window="1h", reserve=900)
+        limiter = make(store, "openai", tokens=1_000, window="1h", reserve=reserve)
         options |= {"rate_limiter": limiter, "callbacks": [limiter]}
         limits = []
     agent = Scene(signals, Slow(**options), limits, store=store, checkpointer=None).agent

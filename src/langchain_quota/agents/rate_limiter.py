@@ -101,9 +101,11 @@ class WaitingRoom:
         amounts = {name: call.amounts[name] for name in self.rates}
         demands = (Demand(amounts, tuple(thresholds)),)
         request = AcquireRequest(call.name, uuid4().hex, counters, demands)
-        result = await self.client.acquire(call.mode, request)
+        result = await self.client.acquire(call.mode, request, waits=True)
         if result is None:
             raise QuotaStoreError("the store of the rates is unavailable: the log says why")
+        if not result.admitted:
+            return LOOKS_AGAIN
         missing = max(
             seconds_until_room(rate.key, result.drained_in[name], rate.burst - amounts[name])
             for name, rate in rates

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.middleware.corrections import MAX_PENDING, CorrectionQueue, shared_prefix
 from langchain_quota.runtime.queues import queues_of
-from langchain_quota.runtime.store_errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import QuotaStoreError, ReservationsFullError
 from langchain_quota.runtime.sync_async import Mode, call_variant, pop_closed_loops, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.base import BaseStore
@@ -68,15 +68,21 @@ class StoreClient:
         return self
 
     async def acquire(
-        self, mode: Mode, sent: AcquireRequest, *, undo: bool = True
+        self, mode: Mode, sent: AcquireRequest, *, undo: bool = True, waits: bool = False
     ) -> AcquireResult | None:
         """Return the store's result; `None` if it is unavailable: then the caller corrects later.
 
         Where the caller is cancelled, the request is undone later, if there is anything to undo.
+        Who waits gets an empty result if a count can have no more reservations now.
         """
         result: AcquireResult | None = None
         with self._asking("acquire", sent if undo else None):
-            result = await self._send(mode, sent)
+            try:
+                result = await self._send(mode, sent)
+            except ReservationsFullError:
+                if waits:
+                    return AcquireResult({})
+                raise
             if not result.replayed:
                 prefix = shared_prefix(keys_of(sent)) if callable(self.prefix) else self.prefix
                 source, frozen = f"{self.label} {prefix}", None

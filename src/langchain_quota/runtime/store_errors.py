@@ -26,6 +26,10 @@ class QuotaStoreError(Exception):
         self.timed_out = timed_out
 
 
+class ReservationsFullError(QuotaStoreError):
+    """A count that drains can have no more reservations until one is settled, or its lease ends."""
+
+
 class EventLoopBlockedError(QuotaStoreError):
     """A store did not answer in time, and for most of that time the event loop was blocked.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from langchain_quota.core.admission import MAX_COUNT, AcquireRequest, AcquireResult, Demand
 from langchain_quota.runtime.arguments import validate_type
 from langchain_quota.runtime.expiring_dict import ExpiringDict
-from langchain_quota.runtime.store_errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import QuotaStoreError, ReservationsFullError
 from langchain_quota.stores import GRACE
 from langchain_quota.stores.keys import drain_time, idle_time, read_emission_interval
 
@@ -78,9 +78,11 @@ def check_request(request: object) -> None:
 
 
 def check_held(key: str, entries: int) -> None:
-    """Raise a `QuotaStoreError` if a count that drains has no room for one more entry."""
+    """Raise an error if a count that drains has no room for one more entry."""
     if entries >= MAX_HELD:
-        raise QuotaStoreError(f"{MAX_HELD} requests hold a part of {key!r}, which are the most")
+        raise ReservationsFullError(
+            f"{MAX_HELD} requests hold a part of {key!r}, which are the most"
+        )
 
 
 def idle_seconds(idle_ttl: timedelta) -> int:
