@@ -107,7 +107,8 @@ class _Pace(WaitingRoom):
     async def learn(self, mode: Mode, status: int | None, headers: object, at: float) -> None:
         """Move the count forward to what headers say, which was true at a time."""
         limits, pause = read_headers(status, headers)
-        self._limits |= {unit: limit for unit, (limit, _) in limits.items()}
+        # A new dict, because another thread may be reading the old one.
+        self._limits = {**self._limits, **{unit: limit for unit, (limit, _) in limits.items()}}
         end = at + max((1 - left / limit for limit, left in limits.values()), default=0) * _MINUTE
         if status == TOO_MANY_REQUESTS:
             self._recorder.count(names.PROVIDER_REFUSALS, running_agent(), self.label)

@@ -47,11 +47,7 @@ class LimitResolver:
         self.recorder = recorder
         self._store = store
         # The limits whose numbers are no functions.
-        self._numbers = {
-            limit.name: Rule.of(limit, thread=limit.thread_limit, run=limit.run_limit)
-            for limit in limits
-            if not is_dynamic(limit)
-        }
+        self._numbers = {limit.name: fixed(limit) for limit in limits if not is_dynamic(limit)}
         # What the newest runs are held to, and the plans for the newest numbers.
         self._newest = newest_dicts(_MOST_RUNS)
         self._compiled = newest_dicts(_MOST_RUNS)
@@ -188,6 +184,11 @@ def _depends_on_names(limit: Limit) -> bool:
     """Return whether the user has no function that computes a part of a limit for each call."""
     functions = [function for quota in limit.quotas for function in (quota.limit, quota.per)]
     return not is_dynamic(limit) and not any(map(callable, functions))
+
+
+def fixed(limit: Limit) -> Rule:
+    """Return the rule of a limit whose numbers are no functions."""
+    return Rule.of(limit, thread=limit.thread_limit, run=limit.run_limit)
 
 
 def quota_meter(  # noqa: PLR0913 - what a key needs
