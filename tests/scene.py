@@ -398,11 +398,7 @@ class Scene:
         return sum(self.signals.samples(name, agent="unnamed", action=action).values())
 
     def check(
-        self,
-        *,
-        answered: bool = True,
-        models: int | None = None,
-        models_in_run: int | None = None,
+        self, *, answered: bool = True, models: int | None = None, models_in_run: int | None = None
     ) -> None:
         """Assert the rules.
 

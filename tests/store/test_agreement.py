@@ -241,8 +241,7 @@ def histories(draw: st.DrawFn) -> list[Step]:
         if draw(st.booleans()) and made:
             earlier = draw(st.sampled_from(made))
             undone = draw(corrections)._replace(
-                attempt_id=earlier.attempt_id,
-                idempotency_key=earlier.idempotency_key,
+                attempt_id=earlier.attempt_id, idempotency_key=earlier.idempotency_key
             )
             settled = draw(corrections)._replace(
                 attempt_id=None,
@@ -263,7 +262,7 @@ def histories(draw: st.DrawFn) -> list[Step]:
                 asked = asked._replace(
                     counters={
                         name: each._replace(lease=None) for name, each in asked.counters.items()
-                    },
+                    }
                 )
         made.append(asked)
         steps.append(asked)
