@@ -74,7 +74,7 @@ class StoreClient:
 
         Where the caller is cancelled, the request is undone later, if there is anything to undo.
         Who waits gets an empty result if a count can have no more reservations now.
-        """
+        """  # noqa: DOC501 - `_asking` handles it
         result: AcquireResult | None = None
         with self._asking("acquire", sent if undo else None):
             try:
