@@ -161,6 +161,11 @@ class QuotaMiddleware(
         RunHistograms,
     )
 
+    checks_inline: ClassVar[bool] = False
+    """Whether calls are checked in the model's own node."""
+    why_nobody_is_asked: ClassVar[str] = ""
+    """What an agent needs instead of this middleware, if no limit of it can ask."""
+
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
         limits: Sequence[Limit],
@@ -203,6 +208,8 @@ class QuotaMiddleware(
                 unknown_price=unknown_price,
                 charge_all_models=charge_all_models,
             ),
+            why_nobody_is_asked=self.why_nobody_is_asked,
+            checks_inline=self.checks_inline,
             counts_models="admitted" if any("model" in limit.kinds for limit in limits) else None,
         )
         self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))

@@ -123,10 +123,6 @@ class LimitMiddleware(ModelCallMiddleware[StateT, ContextT, ResponseT]):
 
     feature_kinds: ClassVar[Sequence[type[Feature]]] = ()
     """Kinds of features, in the order in which they are called."""
-    checks_inline: ClassVar[bool] = False
-    """Whether calls are checked in the model's own node."""
-    why_nobody_is_asked: ClassVar[str] = ""
-    """What an agent needs instead of this middleware, if no limit of it can ask."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise a `TypeError` if LangChain would ignore that an override ends the run."""

@@ -3,7 +3,7 @@
 from collections import Counter as Counts
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Literal, Self
 
 from langchain.agents.middleware.types import ToolCallRequest
 
@@ -34,6 +34,7 @@ from langchain_quota.middleware.feature import (
     Feature,
     FeatureOptions,
     Handler,
+    Middleware,
     ModelCall,
     Request,
     Response,
@@ -55,9 +56,6 @@ from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
 from langchain_quota.telemetry import Telemetry, recorder_of
 from langchain_quota.telemetry.observers import NearFunction, Observer, Observers
-
-if TYPE_CHECKING:
-    from langchain_quota.middleware.base import LimitMiddleware
 
 STORE_UNAVAILABLE = (
     "the store could not be asked, and the answer of a person waits for it: resume the run again "
@@ -86,6 +84,8 @@ class Kernel:
         feature_kinds: The features that it may have, in the order in which they are called.
         counts_models: When this middleware counts model calls; `None` if it does not.
         checks_every_call: Whether tool calls that no limit matches are recorded, too.
+        why_nobody_is_asked: What the middleware needs instead, if no limit of it can ask a person.
+        checks_inline: Whether calls are checked in the model's own node.
         stream_events: Whether crossings and refusals are events in the run's stream.
 
     Raises:
@@ -94,7 +94,7 @@ class Kernel:
 
     def __init__(  # noqa: PLR0913 - keyword-only, with defaults
         self,
-        middleware: "LimitMiddleware[Any, Any, Any]",
+        middleware: Middleware,
         limits: tuple[Limit, ...],
         *,
         telemetry: Telemetry | None,
@@ -106,6 +106,8 @@ class Kernel:
         feature_kinds: Sequence[type[Feature]] = (),
         counts_models: WhenCounted | None = None,
         checks_every_call: bool = True,
+        why_nobody_is_asked: str = "",
+        checks_inline: bool = False,
         stream_events: bool = False,
     ) -> None:
         self.created_at = UserLine.of_caller()
@@ -126,8 +128,8 @@ class Kernel:
         self.middleware = middleware
         self.counts_models = counts_models
         self._checks_every_call = checks_every_call
-        self.why_nobody_is_asked = middleware.why_nobody_is_asked
-        self.checks_inline = middleware.checks_inline
+        self.why_nobody_is_asked = why_nobody_is_asked
+        self.checks_inline = checks_inline
         self.runs_tools = True
         """Whether the kernel is around the tools that run. A graph may have its own tool node."""
         self.repeats_model_calls = True

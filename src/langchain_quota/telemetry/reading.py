@@ -196,7 +196,7 @@ class Reading:
         """Return the most urgent of `count` subjects, at most `bound`; series may stay."""
         # A counter that vanishes and returns has a false increase. Prometheus keeps each series for
         # hours: three times the bound at most.
-        shown, exports, by_urgency = dict[Key, _Rated](), self.exports, itemgetter(0)
+        shown, exports = dict[Key, _Rated](), self.exports
 
         def noted() -> Iterator[_Rated]:
             for one in rated:
@@ -205,7 +205,7 @@ class Reading:
                 yield one
 
         # Consume the iterator even if none is exported, because it counts all subjects.
-        ranked = nlargest(max(1, bound), noted(), key=by_urgency)
+        ranked = nlargest(max(1, bound), noted(), key=itemgetter(0))
         if not stays:
             return ranked[:bound]
         chosen = {key: one for key, one in shown.items() if self.now - exports[key][0] < STAYS}
@@ -222,7 +222,7 @@ class Reading:
                 chosen[key] = one
                 exports[key] = (self.now if is_new else exports[key][0]), self.now
         exports |= {key: (exports[key][0], self.now) for key in chosen}
-        return sorted(chosen.values(), key=by_urgency, reverse=True)[:bound]
+        return sorted(chosen.values(), key=itemgetter(0), reverse=True)[:bound]
 
 
 class UsageReader(Collector):
