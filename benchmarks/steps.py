@@ -17,6 +17,9 @@ from langchain_quota import MemoryStore
 STEPS = 10
 """The number of steps of the runs that are measured."""
 
+AT_ONCE = 20
+"""The number of runs at once, where stores are also measured under load."""
+
 RIVALS = {
     "QuotaMiddleware, tool": ("LangChain, tool", 2.0),
     "QuotaMiddleware, model": ("LangChain, model", 1.05),
@@ -114,7 +117,7 @@ async def _in_postgres(rounds: int) -> tuple[Mapping[str, Added] | None, dict[st
             for setup, each in agents.items():
                 five, six = [await _size(saver, each, steps) for steps in (5, 6)]
                 stored[setup] = six - five
-            return await _added(agents, rounds, saver), stored
+            return await _added(agents, rounds, saver=saver), stored
     except LookupError:
         return None, None
 
@@ -201,10 +204,11 @@ def measure_stores(size: Size) -> Result:
         except LookupError as error:
             missing = f" Not measured: {error}."
         rows = asyncio.run(_in_stores(stores, size.rounds))
-    columns = ("limits", "requests a step", "CPU µs a step", "to LangChain")
+    columns = ["limits", "requests a step", "CPU µs a step", "to LangChain"]
+    columns += [f"{AT_ONCE} at once", "to LangChain"]
     note = (
-        "*in a store*: QuotaMiddleware's limits of a run; *per user*: quotas of a user's day. The "
-        f"servers do not wait for the disk.{missing}"
+        "*in a store*: QuotaMiddleware's limits of a run; *per user*: quotas of a user's day; *at "
+        f"once*: so many runs. The servers do not wait for the disk.{missing}"
     )
     return Result(Table("What limits in a store add to a step", columns, rows, note))
 
@@ -222,21 +226,25 @@ async def _in_stores(stores: Mapping[str, Any], rounds: int) -> Sequence[Sequenc
 
         store.aacquire = noted
         agents |= {f"{setup}: {where}": agent(setup, store=store) for setup in STORED}
-    added = await _added(agents, rounds)
+    taken = [await _added(agents, rounds), await _added(agents, max(2, rounds // 10), AT_ONCE)]
     rows = []
-    for name, each in [*added.items()][1:]:
+    for name in [*agents][1:]:
         asked.clear()
         await run(agents[name], STEPS, "counted")
-        numbers = len(asked) / STEPS, each.cpu, each.cpu / added["LangChain, 2"].cpu
-        rows.append([name.removeprefix("QuotaMiddleware, "), *map(number, numbers, (1, 0, 2))])
+        row = [name.removeprefix("QuotaMiddleware, "), number(len(asked) / STEPS, 1)]
+        for added in taken:
+            row += [number(added[name].cpu, 0), number(added[name].cpu / added["LangChain, 2"].cpu)]
+        rows.append(row)
     for store in [*stores.values()][1:]:
         await store.aclose()
     return rows
 
 
-async def _added(agents: Mapping[str, Any], rounds: int, saver: Any = None) -> dict[str, Added]:
-    """Return what each set-up adds to a step; all take turns."""
-    taken = await _taken(agents, rounds, saver)
+async def _added(
+    agents: Mapping[str, Any], rounds: int, at_once: int = 1, saver: Any = None
+) -> dict[str, Added]:
+    """Return what each set-up adds to a step of so many runs at once; all take turns."""
+    taken = await _taken(agents, rounds, at_once, saver)
     found = {}
     for setup, own in taken.items():
         pairs = [*zip(own, taken[NONE], strict=True)]
@@ -251,23 +259,23 @@ async def _added(agents: Mapping[str, Any], rounds: int, saver: Any = None) -> d
 
 
 async def _taken(
-    agents: Mapping[str, Any], rounds: int, saver: Any
-) -> dict[str, list[tuple[int, int]]]:
-    """Return the nanoseconds of each round: CPU time of all threads, and time by the clock."""
-    taken: dict[str, list[tuple[int, int]]] = {setup: [] for setup in agents}
+    agents: Mapping[str, Any], rounds: int, at_once: int, saver: Any
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the nanoseconds of each run: CPU time of all threads, and time by the clock."""
+    taken: dict[str, list[tuple[float, float]]] = {setup: [] for setup in agents}
     turns = [*agents.items()]
     order = random.Random(0)  # noqa: S311 - no secret
     for number_of in range(-1, rounds):
         # In one order, each would always find what the same other one left in the caches.
         order.shuffle(turns)
         for setup, each in turns:
-            thread = f"thread-{number_of}"
+            threads = [f"thread-{number_of}-{index}" for index in range(at_once)]
             began, started = time.process_time_ns(), time.perf_counter_ns()
-            await run(each, STEPS, thread)
-            took = time.process_time_ns() - began, time.perf_counter_ns() - started
+            await asyncio.gather(*(run(each, STEPS, thread) for thread in threads))
+            cpu, clock = time.process_time_ns() - began, time.perf_counter_ns() - started
             if saver is not None:
-                await saver.adelete_thread(thread)
+                await saver.adelete_thread(threads[0])
             # The first round warms up.
             if number_of >= 0:
-                taken[setup].append(took)
+                taken[setup].append((cpu / at_once, clock / at_once))
     return taken

@@ -41,9 +41,10 @@ async def _measure(rounds: int) -> Result:
     # Off comes first: the process then knows of no tracer.
     off = {setup: each for setup, (_, each) in (await _traced(rounds, enabled=False)).items()}
     traced = await _traced(rounds, enabled=True)
+    least, quickest = traced[NONE]
     rows = []
     for setup, (sent, on) in traced.items():
-        share = divided(sent, traced[NONE][0])
+        share = divided(sent, least)
         rows.append([setup, number(sent, 0), number(share), number(on, 1), number(off[setup], 1)])
     columns = ("limits", "bytes", "to no limits", "ms, tracing on", "ms, tracing off")
     note = (
@@ -52,22 +53,13 @@ async def _measure(rounds: int) -> Result:
     )
     table = Table("What limits add to a trace", columns, rows, note)
     ratios = [
-        Ratio(
-            f"{setup}: bytes of a trace, to no limits",
-            1.1,
-            divided(traced[setup][0], traced[NONE][0]),
-        )
-        for setup in OURS
+        Ratio(f"{one}: bytes of a trace, to no limits", 1.1, divided(traced[one][0], least))
+        for one in OURS
     ]
-    added = traced[LANGCHAIN][1] - traced[NONE][1]
-    ratios += [
-        Ratio(
-            f"{setup}: time that a traced run takes longer, to LangChain",
-            1,
-            divided(traced[setup][1] - traced[NONE][1], added),
-        )
-        for setup in OURS[:2]
-    ]
+    longer, added = "time that a traced run takes longer", traced[LANGCHAIN][1] - quickest
+    for one in OURS[:2]:
+        took = divided(traced[one][1] - quickest, added)
+        ratios.append(Ratio(f"{one}: {longer}, to LangChain", 1, took))
     return Result(table, ratios=ratios)
 
 
