@@ -61,8 +61,9 @@ class InlineState(dict[str, Any]):
         for message in result:
             named = message
             if isinstance(named, AIMessage):
-                # A copy: a cache may give the same message again.
-                named = named.model_copy(update={"id": named.id or str(uuid4())})
+                if named.id is None:
+                    # A copy: a cache may give the same message again.
+                    named = named.model_copy(update={"id": str(uuid4())})
                 named = identified(named, answered)
             messages.append(named)
         self.write({"messages": messages})
