@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -214,8 +215,7 @@ def test_rolled_over(run: Run, store: RedisStore) -> None:
         count = CountRef(key.format(day), expires_at=(day + 1) * 86_400, rollover=rollover)
         demand = Demand({"eve": 7}, (Threshold("limit", "tenant", "eve", 9),))
         store.acquire(AcquireRequest("", "", {"eve": count}, (demand,)))
-    # It is kept for an hour at least.
-    over = int(time.time()) // 60 * 60
+    over = int(time.time()) // 60 * 60  # it is kept for an hour at least
     just_over = f"search:tenant:eva:60:{over // 60 - 1}"
     store.acquire(batch({just_over: 9}, limits={just_over: 9}, ends={just_over: over}))
     assert [use.used for use in store.usages("*:ev?:*")] == [9, 7, 7]
@@ -256,10 +256,7 @@ SHORTENED = f"search:user_id:{'o%27neil-' * 4}o%27~{DIGEST}"
     ],
 )
 def test_some_counts(run: Run, store: RedisStore, arguments: str, subjects: list[str]) -> None:
-    """Counts are chosen by share, `per` and subject, and sorted; grants raise the limit.
-
-    The many counts of runs are shown to whom asks.
-    """
+    """Counts are chosen by share and names, and sorted; those of runs if they are asked for."""
     for key, count, limit in (
         *((SHORTENED, 5, 5), ("search:user_id:none", 2, 2)),
         *(("search:root_run:7@1", 1, 9), (":root_run:7", 1, 9)),
@@ -287,8 +284,8 @@ def test_a_smooth_quota(run: Run, store: RedisStore) -> None:
     store.acquire(calls(key, 3, limit=4))
     [_, row] = run("show", "--limit", "tool:mail").out.splitlines()
     assert row == "tool:mail  tenant  ''          3   4  it drains"
-    said = run("grant", "5", *count("tool:mail", "tenant"), code=2).err
-    assert "a smooth quota takes no grants" in said
+    refused = run("grant", "5", *count("tool:mail", "tenant"), code=2)
+    assert "a smooth quota takes no grants" in refused.err
     run("reset", "--limit", "tool:mail", "--yes")
     assert [use.used for use in store.usages("mail:*")] == [0]
 
@@ -337,10 +334,7 @@ def test_beside_what_is_no_count(run: Run, store: RedisStore, redis_server: Redi
 def test_reset_asks(
     run: Run, store: RedisStore, typed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a terminal the command asks, and only a clear yes resets; elsewhere it says what to pass.
-
-    Counts of runs are not reset unless somebody asks for them.
-    """
+    """In a terminal it asks, and only a clear yes resets; runs are reset only where it is said."""
     store.acquire(calls("search:run:one", 1))
     said = "langchain-quota quotas: reset asks first, and there is no terminal: pass --yes\n"
     assert run("reset", code=2).err == said
@@ -454,6 +448,10 @@ def test_freeze(run: Run, store: RedisStore) -> None:
         shown = run("freeze", "--per", per, "--subject", subject)
         assert shown.out.startswith(f"frozen: the calls of {per} '{subject}' since ")
         assert shown.err == (said.format(nearest) if nearest else "")
+    for frozen, thawed in permutations((LONG, unquote(SHORTENED[15:]))):
+        run("freeze", "--per", "user_id", "--subject", frozen)
+        assert store.acquire(calls(SHORTENED, 1)).frozen == (SHORTENED,)
+        assert run("thaw", "--per", "user_id", "--subject", thawed).out.startswith("thawed: ")
 
 
 def test_who_grants(run: Run, store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from langchain_quota.stores.keys import CountKey
 from tests.examples import examples
 from tests.server.stores import batch, correcting, settlement, used
 from tests.store.conftest import Place
-from tests.stores import Clock, calls_made
+from tests.stores import TODAY, Clock, calls_made
 
 texts = st.text(st.characters()) | st.text("a:%~{}*é\n\ud800", max_size=80)
 counted = st.just((None, None, None)) | st.tuples(
@@ -65,11 +65,13 @@ def test_different_keys_have_different_texts(one: CountKey, other: CountKey) -> 
 @pytest.mark.parametrize("subject", ["x" * 65, "é" * 11, "x" * 39 + "é" * 20])
 def test_long_value_is_shortened(subject: str) -> None:
     """It is cut between characters, and has its hash behind; nobody can take that name."""
-    shown = CountKey.parse(str(CountKey("search", "user_id", subject))).subject
-    start, _, digest = shown.rpartition("~")
+    key = CountKey.parse(text := str(CountKey("search", "user_id", subject)))
+    start, _, digest = key.subject.rpartition("~")
     assert subject.startswith(start)
     assert (len(digest), 0 < len(start) <= 40) == (64, True)
-    assert str(CountKey("search", "user_id", shown)) != str(CountKey("search", "user_id", subject))
+    assert str(CountKey("search", "user_id", str(key.subject))) != text == str(key)
+    store = MemoryStore(clock=Clock())
+    assert store.grant(text, 1, window="1d").key == f"{text}:{TODAY}"
     # A megabyte is no more work than a kilobyte.
     large = CountKey("search", "user_id", subject * 20_000)
     assert calls_made(lambda: str(large)) < 1_000

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -23,14 +23,14 @@ from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, calls_of, in_utc
-from langchain_quota.stores.keys import DEFAULT_NAMES, MAX_LENGTH, CountKey, parsed
+from langchain_quota.stores.keys import DEFAULT_NAMES, CountKey, as_given, parsed
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 
 Store = RedisStore | PostgresStore
 _OF_REDIS = ("redis://", "rediss://", "unix://")
-Asked = Mapping[str, Sequence[str]]
-"""The names that were given of counts, by the options: each as it may stand in a key."""
+Asked = Mapping[str, str]
+"""The names that were given of counts, by the options, as they stand in keys."""
 
 _PASSWORD = re.compile(r"^[^:]*://[^:]*:.*@|[?&]password=", re.DOTALL)
 _TIMEOUT = 10.0
@@ -165,12 +165,12 @@ def _find(store: Store, asked: Asked, *granted: str) -> tuple[Mapping[str, Quota
         and _is_of(key, asked)
     }
     if asked and not usages:
-        *fewer, (name, texts) = asked.items()
+        *fewer, (name, text) = asked.items()
         others, _ = _find(store, dict(fewer))
         values = sorted({_names(key)[name] for key in others})
-        nearest = get_close_matches(texts[0], values, cutoff=0.5) or values[:3]
+        nearest = get_close_matches(text, values, cutoff=0.5) or values[:3]
         named = f"nearest: {' or '.join(map(repr, nearest))}" if nearest else "there is none"
-        raise CommandError(f"no count has --{name} {texts[0]!r} now; {named}")
+        raise CommandError(f"no count has --{name} {text!r} now; {named}")
     broken = sorted(key for key, usage in kept.items() if usage is None or not parsed(key))
     for key in broken:
         complain("quotas", f"{key!r} holds no count: delete it, or reset it with store.reset")
@@ -195,32 +195,32 @@ def _limit_name(key: CountKey) -> str:
 
 
 def _asked(arguments: Namespace) -> Asked:
-    asked = {
-        name: [text]
-        for name in ("limit", "per", "subject", "key")
-        if (text := getattr(arguments, name, None)) is not None
+    given = ((name, getattr(arguments, name, None)) for name in ("limit", "per", "subject", "key"))
+    return {
+        name: _as_shown(text) if name in {"per", "subject"} else text
+        for name, text in given
+        if text is not None
     }
-    for text in asked.get("subject", ())[:1]:
-        # A key has a long subject shortened.
-        asked["subject"].append(CountKey.parse(str(CountKey("", "", text))).subject)
-    return asked
+
+
+def _as_shown(name: str) -> str:
+    """Return a name as the command shows it: a key has a long one shortened."""
+    return CountKey.parse(str(CountKey("", "", as_given(name)))).subject
 
 
 def _is_of(text: str, asked: Asked) -> bool:
     """Return whether a key has the names that were given; a freeze of all has all names."""
     names, is_freeze = _names(text), text.startswith(":")
     return all(
-        names[name] in texts or (is_freeze and not names[name]) for name, texts in asked.items()
+        names[name] == text or (is_freeze and not names[name]) for name, text in asked.items()
     )
 
 
 def _pattern(asked: Asked) -> str:
     """Return a pattern of the keys that have the names given, and maybe of others."""
-    per, subject = (asked.get(name, [""])[0] for name in ("per", "subject"))
-    _, per, subject = str(CountKey("", per, subject)).split(":")
-    # A long one may have been given as it is shown, which is shortened.
-    pattern = f"*:{per or '*'}:{subject if len(subject) <= MAX_LENGTH else ''}*"
-    return pattern if per or subject else "*"
+    key = CountKey("", asked.get("per", ""), asked.get("subject", ""))
+    _, per, subject = str(key).split(":")
+    return f"*:{per or '*'}:{subject}*" if per or subject else "*"
 
 
 def _only(keys: Collection[str]) -> str:
@@ -299,7 +299,7 @@ def _grants(store: Store, arguments: Namespace, asked: Asked) -> int:
 def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
     until = arguments.for_time and datetime.now(UTC) + arguments.for_time
     options = {"until": until, "reason": arguments.reason, "by": arguments.by}
-    freeze = run_sync(store.freeze(arguments.per, arguments.subject, **options))
+    freeze = run_sync(store.freeze(asked["per"], asked["subject"], **options))
     say(f"frozen: {_line(freeze)}")
     say(
         "a freeze does not stop calls that ask no store, limits with enforce=False, and, with "
@@ -317,10 +317,11 @@ def _freeze(store: Store, arguments: Namespace, asked: Asked) -> int:
     return 0
 
 
-def _thaw(store: Store, arguments: Namespace, _: Asked) -> int:
-    freeze = run_sync(store.thaw(arguments.per, arguments.subject, by=arguments.by))
+def _thaw(store: Store, arguments: Namespace, asked: Asked) -> int:
+    per, subject = asked["per"], asked["subject"]
+    freeze = run_sync(store.thaw(per, subject, by=arguments.by))
     if freeze is None:
-        whose = calls_of(str(CountKey("", arguments.per, arguments.subject)))
+        whose = calls_of(str(CountKey("", per, subject)))
         frozen = [calls_of(freeze.key) for freeze in run_sync(store.freezes())]
         nearest = " and ".join(get_close_matches(whose, frozen, cutoff=0)) or "nothing"
         raise CommandError(f"not frozen: {whose}; frozen: {nearest}")

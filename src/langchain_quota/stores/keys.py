@@ -38,10 +38,17 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.~,@-]{0,64}(:[A-Za-z0-9_.~,@-]{0,64}){2}")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VALUE = r"((?:[A-Za-z0-9_.~,@-]|%[0-9A-F]{2})*)"
 _FIRST = _VALUE.replace("*)", "+)")
+_CUT = re.compile(rf".{{0,{_SHORTENED}}}~[0-9a-f]{{64}}")
 _TEXT = re.compile(
     rf"(?:{_FIRST}/)?{_VALUE}:{_VALUE}:{_VALUE}"
     r"(?::([1-9][0-9]*)(?::(0|-?[1-9][0-9]*)(\+0|[+-][1-9][0-9]{0,4})?|~([1-9][0-9]*)))?"
 )
+
+
+class Shortened(str):
+    """A value that a key has shortened: another key that is made of it has it unchanged."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +113,7 @@ class CountKey:
             raise ValueError(no_key)
         groups = match.groups()
         try:
-            prefix, counter, dimension, subject = (
-                unquote(value or "", errors="surrogatepass") for value in groups[:4]
-            )
+            prefix, counter, dimension, subject = map(_decoded, groups[:4])
         except UnicodeDecodeError as error:
             raise ValueError(no_key) from error
         numbers = (None if group is None else int(group) for group in groups[4:])
@@ -307,7 +312,19 @@ def prefix_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
+def as_given(value: str) -> str:
+    """Return a value that people give, who may have read it shortened, for a key."""
+    return _decoded(_quoted(value))
+
+
+def _decoded(value: str | None) -> str:
+    text = unquote(value or "", errors="surrogatepass")
+    return Shortened(text) if value and _CUT.fullmatch(value) else text
+
+
 def _encoded(value: str) -> str:
+    if isinstance(value, Shortened):
+        return _quoted(value)
     if len(value) <= MAX_LENGTH:
         encoded = _quoted(value)
         if len(encoded) <= MAX_LENGTH:
