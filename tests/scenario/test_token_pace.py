@@ -147,14 +147,17 @@ class TestRateLimiter:
 
     @pytest.mark.parametrize("way", ["invoke", "stream", "ainvoke", "astream"])
     async def test_tokens(self, way: str, clock: Passing) -> None:
-        """A call waits for its reserve and a request, and is charged what the model reports."""
-        store = MemoryStore(clock=clock)
+        """A call waits for its reserve and a request, and is charged its use, however late."""
+        store, takes = MemoryStore(clock=clock), [0] * 6 + [61]
         limiter = store.rate_limiter("openai", requests=60, tokens=60, window="1m", reserve=30)
-        model = ScriptedChatModel(
-            script=using(20), rate_limiter=limiter, callbacks=[limiter], cache=False
-        )
-        used, start = [], clock.now
-        for _ in range(6):
+
+        def script(_: Any) -> AIMessage:
+            clock.now += takes.pop(0)
+            return answer(20 if takes else 70)
+
+        given: Any = {"rate_limiter": limiter, "callbacks": [limiter], "cache": False}
+        model, used, start = ScriptedChatModel(script=script, **given), [], clock.now
+        while takes:
             if way == "invoke":
                 await asyncio.to_thread(model.invoke, "Hi!")
             elif way == "stream":
@@ -164,8 +167,8 @@ class TestRateLimiter:
             else:
                 _ = [each async for each in model.astream("Hi!")]
             used.append(counts(store)["model.total_tokens:rate_limiter:openai:60~60"])
-        assert used == [20, 39, 50, 50, 50, 50]
-        assert clock.now - start == pytest.approx(6 * 20 - 60 + 10, abs=0.1)
+        assert used == [20, 39, 50, 50, 50, 50, 40]
+        assert clock.now - start == pytest.approx(7 * 20 - 60 + 10 + 61, abs=0.1)
 
     async def test_many_calls_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each of many tasks is settled by its own use, which several answers report together."""

@@ -120,6 +120,7 @@ class _LimitedCall(Call):
 
     limiter: "RateLimiter"
     is_new: bool = True
+    charged_at: float = 0.0
 
 
 _started: ContextVar[Sequence[_LimitedCall]] = ContextVar("langchain_quota_started", default=())
@@ -209,10 +210,13 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
         answer = next((answers[0] for answers in response.generations if answers), None)
         usage = getattr(getattr(answer, "message", None), "usage_metadata", None)
         if call.is_charged and self._tokens and usage:
-            amounts = {self._room.rates[TOTAL_TOKENS].key: usage["total_tokens"]}
-            settled = (Correction(run_id.hex, amounts, settles=call.name),)
-            request = AcquireRequest("", "", corrections=settled)
-            await self._room.client.settle(call.mode, request)
+            client, rate = self._room.client, self._room.rates[TOTAL_TOKENS]
+            tokens, settles = usage["total_tokens"], call.name
+            if client.clock() - call.charged_at >= (rate.lease or 0):
+                # All that it has reserved has drained, and the store may have forgotten it.
+                tokens, settles = max(0, tokens - call.amounts[TOTAL_TOKENS]), ""
+            settled = (Correction(run_id.hex, {rate.key: tokens}, settles=settles),)
+            await client.settle(call.mode, AcquireRequest("", "", corrections=settled))
 
     async def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: object) -> None:
         """Let no call begin before the time that a provider's error names."""
@@ -244,4 +248,5 @@ class RateLimiter(BaseRateLimiter, BaseCallbackHandler):
                 )
             self._check_reserve(call.amounts[TOTAL_TOKENS])
         await self._room.enter(call, _FOREVER if blocking else 0)
+        call.charged_at = self._room.client.clock()
         return call.is_charged
