@@ -233,18 +233,18 @@ async def test_refusals_that_nobody_raises_are_forgotten(
 
 @pytest.mark.parametrize("enforce", [True, False])
 async def test_a_grant_beside_a_reserve(signals: Signals, *, enforce: bool) -> None:
-    """The decision about a call that waits for its request has the limit that a grant raised."""
-    store, decisions = memory(), list[Decision]()
-    quota = Quota(1, per="user_id", window=DAY)
-    calls = ModelCallLimit(quotas=[quota], enforce=enforce)
-    tokens = TokenLimit(run_limit=9, reserve=9)
+    """Decisions have the limit that a grant raised; a store shows a budget's if it is enforced."""
+    store, decisions, quota = memory(), list[Decision](), Quota(1, per="user_id", window=DAY)
+    more = TokenLimit(quotas=[replace(quota, limit=50)], enforce=enforce, name="more")
+    limits: Any = ModelCallLimit(quotas=[quota], enforce=enforce), limit_of(99, reserve=9), more
     options: Any = {"store": store, "on_decision": decisions.append}
-    scene = await Scene(signals, [answer(9)] * 2, [calls, tokens], **options).played(context=ANN)
+    scene = await Scene(signals, [answer(9)] * 2, limits, **options).played(context=ANN)
     store.grant(f"model:user_id:ann:{TODAY}", 5)
     await scene.play(context=ANN)
     counted = [(decision.outcome, decision.limits[0].counts[-1]) for decision in decisions]
     shown = [(outcome, count.used, count.limit) for outcome, count in counted]
     assert shown == [("allowed", 1, 1), ("allowed", 2, 6)]
+    assert store.usages("*tokens:user_id:*")[0].limit == (50 if enforce else None)
 
 
 def limit_of(most: int, reserve: Any, **options: Any) -> TokenLimit:

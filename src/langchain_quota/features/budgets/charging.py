@@ -315,17 +315,17 @@ def settlements(
     root, places = root_run(), context.places
     counts = {**counts, **(used_by(root, places) if root is not None else {})}
     meters = [
-        (places[meter.counter].key, meter, budget.limit.counter)
+        (places[meter.counter].key, meter, budget.limit)
         for budget in context.limits.budgets
         for meter in budget.meters
         if meter.counter in places
     ]
-    keys = {key: counter for key, _, counter in meters}
+    keys = {key: limit.counter for key, _, limit in meters}
     starts = {key: counts.get(meter.counter, 0) for key, meter, _ in meters}
     mirrored = {key for key, meter, _ in meters if places[meter.counter].mirrored}
     limits_by_key: Amounts = {}
-    for key, meter, _ in meters:
-        if meter.maximum is not None:
+    for key, meter, limit in meters:
+        if meter.maximum is not None and limit.enforce:
             limits_by_key[key] = min(meter.maximum, limits_by_key.get(key, meter.maximum))
     corrections: list[Correction] = []
 
