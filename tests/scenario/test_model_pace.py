@@ -16,6 +16,7 @@ from langchain.agents.middleware import (
 from langchain_core.messages import AIMessage, BaseMessage
 
 from langchain_quota import MemoryStore, ModelPaceMiddleware, Quota, QuotaMiddleware, ToolCallLimit
+from langchain_quota.core.admission import AcquireRequest, AcquireResult
 from langchain_quota.core.provider_limits import read_error, read_headers
 from langchain_quota.errors import QuotaStoreError
 from langchain_quota.stores import QuotaStore
@@ -139,9 +140,16 @@ async def test_a_freeze_of_all(signals: Signals) -> None:
     assert signals.value(f"{WAITS}_bucket", **LABELS, decision="allowed", le="1.0") == 2
 
 
-async def test_what_calls_take(signals: Signals) -> None:
+async def test_what_calls_take(signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call takes what others used, without the cached; one that found no room takes nothing."""
-    store = MemoryStore(clock=Clock())
+    store, waiting = MemoryStore(clock=Clock()), list[object]()
+
+    def acquire(request: AcquireRequest) -> AcquireResult:
+        # Who asks the store does not wait for the provider.
+        waiting.append(signals.value("langchain_quota_waiting_calls", **LABELS))
+        return MemoryStore.acquire(store, request)
+
+    monkeypatch.setattr(store, "acquire", acquire)
     limits = {"input_tokens": "1000", "requests": "6000"}
     ways = [(f"anthropic_ratelimit_{unit}", most) for unit, most in limits.items()]
     said = says({f"{way}_{part}": n for way, n in ways for part in ("limit", "remaining")}, 100)
@@ -151,7 +159,7 @@ async def test_what_calls_take(signals: Signals) -> None:
     for _ in range(3):
         await scene.play()
         taken.append(sum(counts(store).values()))
-    assert taken == [0, 600_000, 1_800_000]
+    assert (taken, waiting) == ([0, 600_000, 1_800_000], [0] * 3)
     await together(scene, 99)
     (total,) = counts(store).values()
     assert 55 * 10**6 <= total <= 57 * 10**6

@@ -28,6 +28,7 @@ from langchain_quota import (
     CostLimit,
     MemoryStore,
     ModelCallLimit,
+    ModelPaceMiddleware,
     Quota,
     TokenLimit,
     ToolCallLimit,
@@ -347,34 +348,27 @@ async def test_what_a_day_costs(clock: Clock) -> None:
     assert read(signals)["totals"]["cost"] is None
 
 
-async def test_who_waits(signals: Signals) -> None:
-    """A call that waits is seen on its thread, and no longer when it runs."""
-    tool, busy, gone = waiting_tool()
-    of_thread, cap = ToolCallLimit("search", thread_limit=9), ConcurrencyLimit(max_concurrency=1)
-    scene = Scene(signals, script, [of_thread, cap], tools=[tool], store=MemoryStore(), name="boss")
-    running = asyncio.create_task(scene.play("1", thread_id="first"))
-    await busy.wait()
-    waiting = asyncio.create_task(scene.play("1", thread_id="second"))
+@pytest.mark.parametrize("waits_for", ["a slot", "room", "its start", "its provider"])
+async def test_who_waits(waits_for: str, signals: Signals) -> None:
+    """A call that waits is seen on its thread, even its first one, and no longer when it ends."""
+    hourly = Quota(1, per="global", window="1h", smooth=waits_for == "its start")
+    items: dict[str, Any] = {
+        "a slot": ConcurrencyLimit(max_concurrency=1),
+        "room": ModelCallLimit(quotas=[hourly], wait=HOUR),
+        "its start": ToolCallLimit("search", quotas=[hourly], wait=2 * HOUR),
+        "its provider": ModelPaceMiddleware(telemetry=signals.telemetry),
+    }
+    nothing_left = {"x-ratelimit-limit-requests": "1", "x-ratelimit-remaining-requests": "0"}
+    said: Any = {"response_metadata": {"headers": nothing_left}}
+    options: Any = {"store": MemoryStore(), "tools": [waiting_tool()[0]], "name": "boss"}
+    turns: Any = lambda messages: script(messages).model_copy(update=said)  # noqa: E731
+    scene = Scene(signals, turns, [items[waits_for]], **options)
+    await scene.play("0", thread_id="first")
+    waiting = asyncio.create_task(scene.play("2", thread_id="second"))
     found = await asyncio.to_thread(
         eventually, lambda: (one := read(signals, "state=waiting"))["threads"]["rows"] and one
     )
     assert (ids(found["threads"]), found["totals"]["waiting"]) == (["second"], 1)
-    gone.set()
-    await asyncio.gather(running, waiting)
-    assert (await asyncio.to_thread(read, signals))["totals"]["waiting"] == 0
-
-
-async def test_who_waits_at_the_first_call(signals: Signals) -> None:
-    """A thread is seen to wait before anything has been decided about it."""
-    room = Quota(1, per="global", window="1h")
-    limit = ModelCallLimit(quotas=[room], wait=HOUR)
-    scene = Scene(signals, lambda _: paid(5), [limit], store=MemoryStore(), name="boss")
-    await scene.play("1", thread_id="first")
-    waiting = asyncio.create_task(scene.play("1", thread_id="second"))
-    found = await asyncio.to_thread(
-        eventually, lambda: (one := read(signals, "state=waiting"))["threads"]["rows"] and one
-    )
-    assert ids(found["threads"]) == ["second"]
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert (await asyncio.to_thread(read, signals))["totals"]["waiting"] == 0

@@ -66,7 +66,7 @@ async def take(steps: Sequence[Step]) -> None:
         if what == "reset":
             await scene.reset()
         elif what == "wait":
-            with signals.recorder.waiting(None, thread):
+            with signals.recorder.waiting(None, thread, None):
                 if count > 1:
                     eventually(lambda: waiting_workers(Path(os.environ[VARIABLE])))
                 if count:

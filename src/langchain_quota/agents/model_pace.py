@@ -22,7 +22,7 @@ from langchain_core.messages import BaseMessage
 from langchain_quota.agents.rate_limiter import Call, Rate, WaitingRoom, check_fixed_prefix
 from langchain_quota.core.provider_limits import TOO_MANY_REQUESTS, read_error, read_headers
 from langchain_quota.middleware.base import ContextT, ModelCallMiddleware, check_store
-from langchain_quota.middleware.context import running_agent
+from langchain_quota.middleware.context import call_context, running_agent
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime import compat
@@ -66,8 +66,10 @@ class _Pace(WaitingRoom):
         self._recorder, self._key, self._drained_at = recorder, key, 0.0
         self.label = label
         """The provider's and the model's name in telemetry."""
-        # The series tells alerts from the start which limits are providers'.
+        # The series tell alerts from the start which limits are providers', and that nobody waits.
         recorder.count(names.PROVIDER_REFUSALS, running_agent(), label, amount=0)
+        with recorder.waiting(running_agent(), label, None):
+            pass
         self._limits: dict[str, float] = {}
         """The provider's limits a minute, by what they count."""
         self._use = {"requests": 1.0}
@@ -184,13 +186,14 @@ class ModelPaceMiddleware(
 
     async def _wrap_model_call(self, mode: Mode, request: Request, handler: Handler) -> Response:
         pace, call = self._pace_of(request), Call({}, mode)
-        agent, outcome = running_agent(), "cancelled"
+        caller, outcome = call_context(request.runtime), "cancelled"
+        # A request to the store is no wait for the provider, even if the store is slow.
+        waiting = partial(self._recorder.waiting, caller.agent, pace.label, caller.thread_id)
         try:
-            with self._recorder.waiting(agent, pace.label):
-                await pace.enter(call, self._wait)
+            await pace.enter(call, self._wait, waiting)
             outcome = "allowed"
         finally:
-            self._recorder.record_wait(agent, pace.label, outcome, call.waited)
+            self._recorder.record_wait(caller.agent, pace.label, outcome, call.waited)
         hooks, own = compat.response_hooks(request.model, mode), _HOOKS[mode]
         with self._lock:
             if hooks is not None and own not in hooks:

@@ -7,6 +7,7 @@ charged nothing before; those of one process go in the order in which they came.
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +26,7 @@ from langchain_quota.limits.options import MODEL, TOTAL_TOKENS
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.middleware.store_client import StoreClient
 from langchain_quota.runtime.arguments import validate_count, validate_name
-from langchain_quota.runtime.queues import LOOKS_AGAIN, Waiter, queues_of
+from langchain_quota.runtime.queues import LOOKS_AGAIN, WaitContext, Waiter, queues_of
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import Mode, run_sync
 from langchain_quota.stores import QuotaStore
@@ -72,8 +73,8 @@ class WaitingRoom:
     def __init__(self, client: StoreClient, rates: Mapping[str, Rate]) -> None:
         self.client, self.rates = client, rates
 
-    async def enter(self, call: Call, seconds: float) -> None:
-        """Wait until a call is charged, for so many seconds at most."""
+    async def enter(self, call: Call, seconds: float, waiting: WaitContext = nullcontext) -> None:
+        """Wait until a call is charged, `seconds` at most; `waiting` is the context of a wait."""
         *_, (key, *_) = self.rates.values()
         waiter, queues = Waiter(call.mode), queues_of(self.client.store)
 
@@ -84,7 +85,7 @@ class WaitingRoom:
 
         queues.move(waiter, key)
         try:
-            call.is_charged = await waiter.retry(charge, waiter.came_at + seconds)
+            call.is_charged = await waiter.retry(charge, waiter.came_at + seconds, waiting)
         finally:
             queues.leave(waiter)
             call.waited = waiter.waited

@@ -334,7 +334,7 @@ class Waiting(Feature):
         def waiting() -> Iterator[None]:
             if not waiter.has_waited:
                 self.recorder.stream("waiting", make_reason("waiting", limit, scope))
-            with self.recorder.waiting(caller.agent, limit):
+            with self.recorder.waiting(caller.agent, limit, caller.thread_id):
                 yield
 
         try:

@@ -283,7 +283,7 @@ class Recorder:
             self._guard("tracing", self._make_spans, event)
 
     @contextmanager
-    def waiting(self, agent: str | None, limit: str, thread_id: object = None) -> Iterator[None]:
+    def waiting(self, agent: str | None, limit: str, thread_id: object) -> Iterator[None]:
         """Count a waiting call while the context is open."""
         caller = self._labels_of(agent, thread_id)
         self._change_waiting(caller, limit, 1)
