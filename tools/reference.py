@@ -71,9 +71,10 @@ more: see [how to find one](../observability.md#find-a-refusal-in-a-trace).
 _AFTER_SPANS = """
 A span includes the wait for room in a quota, and its event `langchain_quota.waited` carries the
 `seconds`. Two kinds of calls have two spans: those under a `ConcurrencyLimit`, and allowed ones
-that start later than others of their message. The first span says `waiting`. The second one
-includes the wait, and says how it ended: `allowed`, `blocked` or `cancelled`. The tokens and
-dollars of a model call are in the next call's span. A sampler sees all attributes.
+that start later than others of their message. The first span says `waiting`, or of the latter
+`allowed`. The second one includes the wait, and says how it ended: `allowed`, `blocked` or
+`cancelled`. The tokens and dollars of a model call are in the next call's span. A sampler sees all
+attributes.
 
 ## Events in a run's stream
 
