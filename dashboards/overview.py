@@ -112,7 +112,7 @@ def _refused_now() -> StatPanel:
     }
     frozen = ask.select("langchain_quota_frozen_subjects")
     return show.stat(
-        show.Place(42, 5, show.LOW),
+        show.Place(42, 6, show.LOW),
         "Blocked now",
         "How many conversations (threads) and customers (subjects of quotas) with series had calls "
         "blocked in the last 5 minutes, regardless of the chosen time and limit, and how many "
@@ -127,7 +127,7 @@ def _calls_blocked() -> StatPanel:
     blocked = ask.grown(ask.CALLS, "1h", ask.AGENT, _BLOCKED)
     checked = ask.grown(ask.CALLS, "1h", ask.AGENT)
     return show.stat(
-        show.Place(44, 6, show.LOW),
+        show.Place(44, 5, show.LOW),
         "Calls blocked, last hour",
         "How many calls were blocked, their share of all checked calls, and how many times as many "
         "as in the same hour of yesterday. A call that two limits refuse counts once. Calls that "
@@ -454,23 +454,29 @@ def _waits() -> TimeseriesPanel:
 
 
 def _runs() -> TablePanel:
-    buckets = ask.select(ask.RUN_USED, ask.AGENT, ask.LIMIT)
-    grown = f"sum by (job, agent, limit, unit, le) (increase({buckets}[{ask.RANGE}]))"
+    of_all = (ask.RUN_USED, ask.AGENT, ask.LIMIT)
     allowed = ask.select(ask.ALLOWED, ask.AGENT, ask.LIMIT, 'scope="run"')
 
     def column(title: str, expr: str, width: int = 100) -> show.Column:
         return show.Column(title, expr, {"decimals": 2, "custom.width": width})
 
     def used(title: str, share: float) -> show.Column:
-        return column(title, f"histogram_quantile({share}, {grown})")
+        def within(unit: str) -> str:
+            grown = f"increase({ask.select(*of_all, unit)}[{ask.RANGE}])"
+            return f"histogram_quantile({share}, sum by (job, agent, limit, unit, le) ({grown}))"
 
-    runs = f'sum by (job, agent, limit, unit) (increase({buckets[:-1]},le="+Inf"}}[{ask.RANGE}]))'
+        # Between the bounds of a histogram are parts of a call, and a run makes none.
+        return column(title, f"""ceil({within('unit="calls"')}) or {within('unit!="calls"')}""")
+
+    ended = ask.select(*of_all, 'le="+Inf"')
+    runs = f"sum by (job, agent, limit, unit) (increase({ended}[{ask.RANGE}]))"
     return show.table(
         show.Place(56, 24, 8),
         "What runs use",
         "What runs that ended in the chosen time had used of each limit. Half of them used at most "
-        "'Median', 95 of 100 at most '95 %', and all at most 'Highest', rounded up to a bound of "
-        "the histogram. 'Allowed' is the run limit. Needs Telemetry(run_histograms=True).",
+        "'Median', and 95 of 100 at most '95 %', as far as a histogram knows. All used at most "
+        "'Highest', one of its bounds. 'Allowed' is the run limit. Needs "
+        "Telemetry(run_histograms=True).",
         [
             show.text("Agent", "agent", 150),
             show.text("Limit", "limit"),

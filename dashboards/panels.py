@@ -155,8 +155,9 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE)
         .justify_mode(common.BigValueJustifyMode.CENTER)
-        # Grafana would make the names of three numbers too small to read.
-        .text(VizTextDisplayOptions().title_size(12).value_size(28))
+        # Grafana would make the names of three numbers too small to read. On a narrow screen,
+        # larger ones would overlap.
+        .text(VizTextDisplayOptions().title_size(11).value_size(20))
         .text_mode(common.BigValueTextMode.VALUE_AND_NAME)
         .wide_layout(wide_layout=False)
         .show_percent_change(show_percent_change=False)

@@ -61,7 +61,7 @@ def build() -> Dashboard:
             show.Place(44, 8, show.LOW),
             "Spent",
             "What the thread's model runs spent in the chosen time. Dollars need a limit of money, "
-            "and tokens need a limit of tokens or money.",
+            "and tokens one of tokens.",
             [
                 show.Query(spent(unit), unit, properties={"unit": shown, "decimals": decimals})
                 for unit, shown, decimals in (("dollars", DOLLARS, 4), ("tokens", ROUNDED, 0))

@@ -208,10 +208,13 @@ _WHEN = {'{what="now"}': 12, '{what="yesterday"}': 3, '{what="last week"}': 6}
 _OF_LIMIT = 'job="a",agent="b",limit="l",scope='
 _DECIDED = "job_agent_limit_scope_decision:langchain_quota_limit_decisions:increase15s"
 _MOST = "job_agent_limit_scope_unit:langchain_quota_limit:max"
+_MEDIAN = '{job="a",agent="b",limit="l",unit="calls"}'
+_RUNS = f"job_instance_agent_limit_unit_le:langchain_quota_run_used:sum{_MEDIAN[:-1]},le="
 _SHARES = {
     f'{_DECIDED}{{{_OF_LIMIT}"none",decision="allowed"}}': "6x6000",
     f'{_DECIDED}{{{_OF_LIMIT}"run",decision="blocked"}}': "2x6000",
     f'{_MOST}{{{_OF_LIMIT}"run",unit="calls"}}': "9x6000",
+    **dict.fromkeys((f'{_RUNS}"3"}}', f'{_RUNS}"+Inf"}}'), "0+1x6000"),
 }
 _ANN = 'job="a",agent="finder",limit="search",thread_id="ann"'
 _OF_ANN = {
@@ -237,8 +240,8 @@ _OF_ANN = {
                 "73 A": _WHEN,
             },
         ),
-        # Of eight calls that the limit checked, it refused two.
-        (_SHARES, {"51 D": {f'{{{_OF_LIMIT}"run",unit="calls"}}': 0.25}}),
+        # Of eight calls that the limit checked, it refused two. Runs make no half of a call.
+        (_SHARES, {"51 D": {f'{{{_OF_LIMIT}"run",unit="calls"}}': 0.25}, "56 B": {_MEDIAN: 2}}),
         # Its process has been gone for 40 minutes.
         (
             _OF_ANN,
@@ -254,11 +257,7 @@ _OF_ANN = {
 def test_what_queries_compute(
     series: dict[str, str], answers: dict[str, dict[str, float]], tmp_path: Path
 ) -> None:
-    """Days before are compared with now, and a thread whose process is gone is still shown.
-
-    *Cost, last 24 hours* is what models and tools cost, as the rules record it, and *Refused* the
-    share of all calls that the limit checked, the allowed ones included.
-    """
+    """Days before are compared with now; an idle thread is still shown; calls are whole."""
     asked = [
         {
             "expr": interpolate(query(f"{OVERVIEW} {where}").expr, ANYTHING),
