@@ -84,10 +84,7 @@ async def searched(signals: Signals, *limits: Any, store: Any = None, **uses: in
 
 
 async def test_what_it_says(clock: Clock) -> None:
-    """Rows have their numbers by name, the tightest first; a blocked call names whose quota it was.
-
-    The totals count threads and subjects in their states.
-    """
+    """Rows have their numbers by name, the tightest first; a blocked call names whose quota."""
     signals = telling(subject_label={"tenant": str})
     quotas = [
         Quota(3, per="tenant", window=HOUR),
@@ -140,10 +137,7 @@ async def test_what_it_says(clock: Clock) -> None:
 
 
 async def test_until_when_a_refusal_holds(clock: Clock) -> None:
-    """Until its window or run has ended, or the limit allows a call; a rate's for five minutes.
-
-    A row names a refusal that holds before a newer one that does not.
-    """
+    """Until its window or run has ended, or the limit allows a call; a rate's for five minutes."""
     signals, start = telling(subject_label={"tenant": str}), clock.now
     limits: list[Any] = [
         *(ToolCallLimit(tool, run_limit=1) for tool in ("search", "note")),
@@ -216,10 +210,7 @@ async def test_what_is_charged_later_ends_no_refusal(signals: Signals) -> None:
 
 
 async def test_calls_of_an_hour(clock: Clock) -> None:
-    """Each call is in its minute once, as in the metrics: those that wait for slots, too.
-
-    A call that another one's refusal stops is neither allowed nor blocked. An outage is shown.
-    """
+    """Each call is in its minute once, as in the metrics: those that wait for slots, too."""
     signals = telling()
     slots = ConcurrencyLimit("search", max_concurrency=1, wait=0)
     await searched(signals, ToolCallLimit("search", thread_limit=4), slots, one=3)
@@ -295,10 +286,7 @@ async def test_it_shows_what_metrics_export(shown: int) -> None:
 
 
 async def test_queries(signals: Signals) -> None:
-    """Rows are found by a part of a name, by state, and in any order; 50 of them at first.
-
-    A parameter that is wrong is named.
-    """
+    """Rows are found by a part of a name, by state, in any order; a wrong parameter is named."""
     await searched(signals, ToolCallLimit("search", thread_limit=10), y=11, X=1, w=8, xy=10)
     with serving(signals) as url:
         for query, expected in (

@@ -19,6 +19,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 from langchain_core.messages import BaseMessage
 from prometheus_client import REGISTRY, Counter
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from langchain_quota import MemoryStore, Quota, TokenLimit, ToolCallLimit, metrics_app
@@ -72,7 +73,7 @@ async def take(steps: Sequence[Step]) -> None:
                 if count:
                     os.kill(os.getpid(), signal.SIGKILL)
         elif what == "scrape":
-            await scrape()
+            assert f'thread_id="{thread}"' not in await scrape(scene, count)
         elif what == "pay":
             call = Call("model", agent=None, thread_id=thread)
             signals.recorder.record_spend(
@@ -87,19 +88,25 @@ async def take(steps: Sequence[Step]) -> None:
     Counter("apples", "Apples.", ["colour"]).labels("red").inc(3)
 
 
-async def scrape() -> str:
-    """What a worker answers."""
+async def scrape(scene: Scene | None = None, count: int = 0) -> str:
+    """What a worker answers; with a scene, calls come when it has read the counters."""
+    merge: Any = MultiProcessCollector.merge
+
+    def merged(*files: Any, **options: Any) -> Any:
+        counted = merge(*files, **options)
+        if scene is not None and count:
+            asyncio.run(scene.play(str(count)))
+        return counted
+
     transport = httpx.ASGITransport(metrics_app())
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        with blockbuster_ctx():
+        with blockbuster_ctx(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MultiProcessCollector, "merge", staticmethod(merged))
             return (await client.get("/metrics")).text
 
 
 def work(now: float, sessions: Sequence[Session]) -> None:
-    """In a process apart: a fork for each session; then a scrape a minute after the last one.
-
-    A session that is no fork's is that of the parent, which has decided before it forks.
-    """
+    """In a process apart: each session in a fork or the parent; then a scrape a minute later."""
 
     def at(seconds: float) -> None:
         time.time = lambda: now + seconds
@@ -186,10 +193,7 @@ def test_what_workers_know_together(
 
 
 def test_any_worker_answers_for_all(tmp_path: Path) -> None:
-    """Also one that has checked nothing: counters and histograms are summed, and threads shown.
-
-    No part of a scrape blocks the event loop.
-    """
+    """Also one that has checked nothing: all is summed, threads are shown, no event loop waits."""
     found = shown(worked(tmp_path, searched(0, 9), searched(1, 3, "t2")))
     assert found["apples_total"] == {("red",): 6}
     assert found["langchain_quota_thread_used"] == {OF_T1: 9, (*OF_T1[:2], "t2"): 3}
@@ -278,10 +282,7 @@ with start_metrics_server(0) as server, urlopen(server.page_url + "quota.json") 
 
 
 def test_the_page_of_several_workers(tmp_path: Path) -> None:
-    """Any process shows what all know: counts and costs are summed, who has died waits not.
-
-    So do metrics. The process of the page checks no calls.
-    """
+    """Any process shows what all know: counts and costs are summed, who has died waits not."""
     paying = (0, [(SEARCH, "t1", 12), ("pay", "t1", 3)])
     worked(tmp_path, paying, paying, (0, [("wait", "searches", 2)]))
     assert len(waiting_workers(tmp_path)) == 1
@@ -295,6 +296,11 @@ def test_the_page_of_several_workers(tmp_path: Path) -> None:
     assert (found["totals"]["waiting"], found["totals"]["cost"]["dollars"]) == (0, 6)
     assert [sum(calls) for calls in found["totals"]["calls"].values()] == [24, 4, 0]
     assert [each["limit"] for each in row["refusals"]] == ["users", "searches"] * 4
+
+
+def test_no_thread_is_ahead(tmp_path: Path) -> None:
+    """A scrape has no call of a thread that its counters do not have."""
+    worked(tmp_path, (0, [(PARENT, "", 0), ("scrape", "t1", 11)]))
 
 
 EMPTY_FILE = """

@@ -192,10 +192,7 @@ async def test_a_budget(limit: Limit, options: Any, told: Any, signals: Signals)
 
 
 async def test_who_was_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Each quota has its use and number; a refusal has its window's end and the subject's label.
-
-    The label is in the log, too. No user and nobody else is named.
-    """
+    """Each quota has its use and number; a refusal has its window's end and the subject's label."""
     caplog.set_level("DEBUG", "langchain_quota")
     signals = telling(subject_label={"user_id": lambda user: user[:3]})
     quotas = [

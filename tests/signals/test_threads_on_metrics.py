@@ -1,6 +1,7 @@
 """What a scrape shows of threads, users and other subjects, in which order, and for how long."""
 
 import asyncio
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -173,11 +174,20 @@ async def test_what_all_share(signals: Signals, clock: Clock) -> None:
     assert signals.samples(SUBJECT_USED, agent="boss", limit="tool:search") == {agent: 3}
 
 
-async def test_users_with_labels(clock: Clock) -> None:
-    """The near come first, then the exhausted; two users with one label have one series.
+async def test_no_subject_is_ahead(signals: Signals) -> None:
+    """A scrape has no refusal of a subject that the limit's counter in it does not have."""
+    limit = ToolCallLimit("search", quotas=[Quota(0, per="agent")])
+    agent, refused = Searcher(signals, limit, store=MemoryStore()), Counter[str]()
+    await agent.search("t1", 1)
+    for family in signals.registry.collect():
+        for sample in family.samples:
+            refused[sample.name] += int(sample.value) * (sample.labels.get("scope") == "agent")
+        await agent.search("t1", 1)
+    assert 1 <= refused[SUBJECT_BLOCKED] <= refused["langchain_quota_limit_decisions_total"]
 
-    Refusals are counted for each subject with series; two with one label add up.
-    """
+
+async def test_users_with_labels(clock: Clock) -> None:
+    """The near come first, then the exhausted; two users with one label have one series."""
     for uses, used, refused in (
         ({"ok": 1, "near": 8, "full": 10, "next": 9, "nearby": 8}, {"nex": 9, "nea": 8}, {}),
         ({"hidden": 13, "ada": 11, "adam": 12, "bob": 11}, None, {"ada": 3, "bob": 1}),

@@ -49,11 +49,13 @@ class _WorkersCollector(MultiProcessCollector):
 
     def collect(self) -> Iterator[Metric]:
         """Render the metrics of all workers, by this worker's settings, else by another's."""
+        # First the table, then the counters: see `Instruments`.
+        of_subjects = list((usage_of(self._registry) or self._others).collect())
         # A file is empty while a worker creates it, and prometheus_client cannot read it then.
         files = [file for file in Path(self._path).glob("*.db") if _size(file)]
         current = [str(file) for file in files if not _is_outdated(file)]
         yield from self.merge(current, accumulate=True)  # type: ignore[no-untyped-call]
-        yield from (usage_of(self._registry) or self._others).collect()
+        yield from of_subjects
 
 
 def _size(file: Path) -> int:

@@ -56,7 +56,6 @@ class Instruments:
     def __init__(self, registry: CollectorRegistry, settings: Settings) -> None:
         self.settings = settings
         self.directory = shared_directory("write to")
-        self.metrics = Metrics(registry, settings.near)
         self.agents = BoundedLabels(settings.max_agents)
         self.tools = BoundedLabels(settings.max_tools, nameless=NONE, allowed=TOOL)
         self.models = BoundedLabels(_MAX_MODELS)
@@ -79,7 +78,10 @@ class Instruments:
         )
         # The events that are logged once, by line, and the kinds of failures, by component.
         self.logged: defaultdict[object, set[tuple[object, ...]]] = defaultdict(set)
+        # A scrape reads the table first. It must not have a subject's refusal that the counters do
+        # not have yet: the alert LimitBreached would take it for a refusal of another subject.
         registry.register(self.usage)
+        self.metrics = Metrics(registry, settings.near)
 
     def guard(
         self,
