@@ -4,7 +4,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
-from itertools import count
 from typing import Any
 
 import pytest
@@ -16,10 +15,12 @@ from langgraph.types import RetryPolicy
 from langchain_quota import ConcurrencyLimit, QuotaWarning, ToolCallLimit
 from langchain_quota.testing import ScriptedChatModel
 from tests.scene import (
+    Kind,
     Middleware,
     Order,
     Scene,
     check_history,
+    either,
     in_order,
     model_limiter,
     orders,
@@ -29,8 +30,10 @@ from tests.scene import (
 from tests.telemetry import Signals
 
 
-def jumping(target: Any) -> Middleware:
-    """Jumps after each of the first four model calls, and says so."""
+@orders(3)
+@pytest.mark.parametrize("target", ["model", "end"])
+async def test_jumps_after_the_model(target: str, order: Order, signals: Signals) -> None:
+    """Another middleware jumps from after_model, over our hooks: each model call counts once."""
     left = iter(range(4))
 
     @theirs.after_model(can_jump_to=["model", "end"])
@@ -38,26 +41,8 @@ def jumping(target: Any) -> Middleware:
         jumps = next(left, None) is not None and state["messages"][-1].type == "ai"
         return {"jump_to": target} if jumps else None
 
-    return jump
-
-
-def caching(*answers: AIMessage) -> Middleware:
-    """Answers model calls itself, without the model, as long as it has answers."""
-    left = [*answers]
-
-    @theirs.wrap_model_call
-    async def cache(request: Any, handler: Any) -> Any:
-        return ModelResponse([left.pop()]) if left else await handler(request)
-
-    return cache
-
-
-@orders(3)
-@pytest.mark.parametrize("target", ["model", "end"])
-async def test_jumps_after_the_model(target: str, order: Order, signals: Signals) -> None:
-    """Another middleware jumps from after_model, over our hooks: each model call counts once."""
     models = model_limiter(signals, thread_limit=5, run_limit=3)
-    items = in_order(order, models, tool_limiter(signals, run_limit=2), jumping(target))
+    items = in_order(order, models, tool_limiter(signals, run_limit=2), jump)
     scene = Scene(signals, lambda messages: "again", items)
     for _ in range(4):
         (await scene.played()).check()
@@ -67,7 +52,12 @@ async def test_jumps_after_the_model(target: str, order: Order, signals: Signals
 @orders(3)
 async def test_a_cached_answer_is_charged(order: Order, signals: Signals) -> None:
     """A call answered by a cache is charged, but for the one order to avoid."""
-    cache = caching(AIMessage("", tool_calls=[ToolCall(name="search", args={}, id="cached")]))
+    cached = [AIMessage("", tool_calls=[ToolCall(name="search", args={}, id="cached")])]
+
+    @theirs.wrap_model_call
+    async def cache(request: Any, handler: Any) -> Any:
+        return ModelResponse([cached.pop()]) if cached else await handler(request)
+
     models = model_limiter(signals, thread_limit=2)
     tools = tool_limiter(signals, run_limit=0, exit_behavior="end")
     scene = Scene(signals, lambda messages: "fresh", in_order(order, models, tools, cache))
@@ -132,6 +122,17 @@ async def test_a_review(
         assert scene.state()["thread_tool_call_count"] == behind
 
 
+@either
+async def test_an_edit_is_of_one_message(kind: Kind, signals: Signals) -> None:
+    """A person's edit changes one call, and no later one to which the model gives the same id."""
+    script = [[ToolCall(name="search", args={}, id="again")]] * 2
+    scene = Scene(signals, [*script, "done"], [*up_to(search=9, calc=9), REVIEWED], kind=kind)
+    await scene.play()
+    for answer in ("edit", "approve"):
+        await scene.resume({"decisions": [FORMS[answer]]})
+    assert (scene.ran, scene.decisions[-1].call.tool) == (["calc", "search"], "search")
+
+
 @pytest.mark.skipif(
     "interrupt_mode" not in signature(HumanInTheLoopMiddleware).parameters,
     reason="this LangChain has no per-call review: pip install -U langchain",
@@ -175,11 +176,11 @@ def limiters(signals: Signals) -> list[Middleware]:
 
 def failing(times: int = 1) -> Callable[[], None]:
     """Raises at the first calls."""
-    calls = count(1)
+    left = iter([FAILED] * times)
 
     def fail() -> None:
-        if next(calls) <= times:
-            raise FAILED
+        for error in left:
+            raise error
 
     return fail
 

@@ -31,9 +31,9 @@ class InlineState(dict[str, Any]):
         self.new_messages: list[AnyMessage] = []
         self.written: Update = {}
         self.overruled = sorted(_overruled(messages))
-        super().__init__(
-            request.state, messages=self._not_overruled(messages), structured_response=None
-        )
+        # A reviewer has edited the calls of earlier messages only, which may have the same ids.
+        earlier = {"structured_response": None, "hitl_edited_tool_calls": None}
+        super().__init__({**request.state, **earlier, "messages": self._not_overruled(messages)})
         self.request = compat.with_state(request, self)
         if self.overruled:
             self.request = self.request.override(messages=self._not_overruled(request.messages))
