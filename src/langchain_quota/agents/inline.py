@@ -107,7 +107,8 @@ class InlineQuotaMiddleware(QuotaMiddleware[ContextT, ResponseT]):
     It checks calls inside the model's own step, and adds one superstep, at the beginning of a run.
     Arguments, counts and telemetry are those of `QuotaMiddleware`, but no limit can `"ask"`. List
     it first: it does not see what a middleware listed before it answers, drops or tries again. A
-    tool call that a reviewer rejects after its check stays charged. It needs LangChain 1.4.
+    tool call that a reviewer rejects or edits after its check counts as requested, so an edit can
+    run a tool over its limit. It needs LangChain 1.4.
 
     Examples:
         >>> from langchain_quota import InlineQuotaMiddleware, ModelCallLimit
