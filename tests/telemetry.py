@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 import pytest
+from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import AIMessage, ToolCall
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -18,6 +20,8 @@ from langchain_quota.telemetry import recorder_of
 
 HAS_INLINE = tuple(map(int, version("langchain").split(".")[:2])) >= (1, 4)
 needs_inline = pytest.mark.skipif(not HAS_INLINE, reason="needs langchain 1.4 or newer")
+_ASKS_PER_CALL = "interrupt_mode" in signature(HumanInTheLoopMiddleware).parameters
+per_call = pytest.mark.skipif(not _ASKS_PER_CALL, reason="this LangChain has no per-call review")
 
 
 @dataclass(frozen=True)

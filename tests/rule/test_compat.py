@@ -72,6 +72,7 @@ IN_A_TOOL: dict[str, tuple[Callable[[str], Any], int, dict[str, Any], object]] =
 OF_CAPS = "scenario/test_concurrency_limit.py"
 ELSEWHERE = {
     "ask": "scenario/test_ask.py::test_interfaces_can_show_a_form",
+    "asks_before_run": f"{OF_CAPS}::test_a_call_whose_node_runs_again",
     "finished_tasks": "scenario/test_old_checkpoints.py::test_a_step_cut_off",
     "for_parent": "scenario/test_ended_runs.py::test_a_sub_agent_in_a_node",
     "hide_raised": "scenario/test_cost_budgets.py::test_a_model_without_a_price_is_not_called",

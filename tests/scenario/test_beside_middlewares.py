@@ -3,7 +3,6 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from tests.scene import (
     recording,
     tool_limiter,
 )
-from tests.telemetry import Signals
+from tests.telemetry import Signals, per_call
 
 
 @orders(3)
@@ -133,10 +132,7 @@ async def test_an_edit_is_of_one_message(kind: Kind, signals: Signals) -> None:
     assert (scene.ran, scene.decisions[-1].call.tool) == (["calc", "search"], "search")
 
 
-@pytest.mark.skipif(
-    "interrupt_mode" not in signature(HumanInTheLoopMiddleware).parameters,
-    reason="this LangChain has no per-call review: pip install -U langchain",
-)
+@per_call
 @pytest.mark.filterwarnings("ignore:HumanInTheLoop")
 @orders(2)
 @pytest.mark.parametrize("kinds", [("approve", "edit"), ("reject", "respond")])

@@ -1,7 +1,4 @@
-"""Caps on calls at once, through real agents: nobody is over, nobody is stuck, all is visible.
-
-A process has a queue for each cap, and a store a lease for each call that runs.
-"""
+"""Caps on calls at once, through real agents: nobody is over, nobody is stuck, all is visible."""
 
 import asyncio
 import os
@@ -14,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+from langchain.agents.middleware import HumanInTheLoopMiddleware
 from langchain_core.messages import AIMessage, ToolCall
 from langchain_core.tools import BaseTool, StructuredTool
 from langgraph.types import interrupt
@@ -30,7 +28,7 @@ from langchain_quota import (
 )
 from tests.scene import ANN, PATIENCE, Kind, Scene, asking, either, recording, texts, until
 from tests.stores import Clock, DistantStore, FickleStore, counts
-from tests.telemetry import Signals
+from tests.telemetry import Signals, per_call
 
 CAP = 3
 SLOT_LEASE = 60
@@ -47,10 +45,7 @@ def tool(run: Any, arun: Any = None) -> BaseTool:
 
 
 class Browser:
-    """A tool that notes how many of its calls run at the same time, until they may end.
-
-    They may at once, or if not `ends`, when a test says so or `full` of them have come.
-    """
+    """Notes how many calls run at once. If not `ends`, they wait for a test or to be `full`."""
 
     def __init__(self, *, ends: bool = True, full: int = 0, is_sync: bool = False) -> None:
         self._lock, self._full = threading.Lock(), full
@@ -215,19 +210,23 @@ async def test_what_waits_in_vain_is_given_back_in_each_thread(
     assert (browser.ran, counts(store)) == (2, {"browser:user_id:ann": 2})
 
 
-@pytest.mark.parametrize("ran", [0, 1])
-async def test_a_call_whose_node_runs_again(ran: int, signals: Signals) -> None:
-    """A call that did not run is given back and stays blocked; one that ran stays charged."""
-    store, browser = MemoryStore(), Browser()
+@pytest.mark.parametrize(
+    ("kind", "ran"), [("graph", 0), ("graph", 1), pytest.param("quota", 0, marks=per_call)]
+)
+async def test_a_call_whose_node_runs_again(kind: Kind, ran: int, signals: Signals) -> None:
+    """A call that did not run, or was only reviewed, is given back; one that ran stays charged."""
+    store, browser, reviewed = MemoryStore(), Browser(), kind == "quota"
     tools = [browser.tool, recording("pause", [], lambda: interrupt("Sure?"))]
     limits: list[Any] = [ONE_OR_NONE, ToolCallLimit("browser", quotas=[Quota(9, per="global")])]
-    script = asking("browser", "pause")
-    scene = Scene(signals, script, limits, kind="graph", store=store, tools=tools)
-    with nullcontext() if ran else busy(signals):
+    if reviewed:
+        limits.append(HumanInTheLoopMiddleware({"browser": True}, interrupt_mode="per_call"))
+    script = asking("browser", *["pause"] * (not reviewed))
+    scene = Scene(signals, script, limits, kind=kind, store=store, tools=tools)
+    with nullcontext() if ran or reviewed else busy(signals):
         await scene.play()
     await until(lambda: has_room(signals))
-    with busy(signals) if ran else nullcontext():
-        await scene.resume("yes")
+    with busy(signals) if ran or reviewed else nullcontext():
+        await scene.resume({"type": "approve"} if reviewed else "yes")
     assert BUSY in texts(scene.result)[0]
     assert (browser.ran, counts(store).get("browser:global:", 0)) == (ran, ran)
 

@@ -18,9 +18,10 @@ from uuid import UUID, uuid5
 if TYPE_CHECKING:
     from langchain.agents.middleware.types import ModelRequest
     from langchain_core.language_models import BaseChatModel
-    from langchain_core.messages import AIMessage
+    from langchain_core.messages import AIMessage, ToolCall
     from langchain_core.tools import BaseTool
     from langgraph.checkpoint.base import BaseCheckpointSaver, CheckpointTuple
+    from langgraph.errors import GraphInterrupt
     from langgraph.pregel import Pregel
 
 Metric = TypeVar("Metric")
@@ -155,6 +156,16 @@ def with_run(
     copied = copy(tool)
     vars(copied)["_run"] = wrap(tool._run)
     return copied
+
+
+def asks_before_run(question: "GraphInterrupt", call: "ToolCall") -> bool:
+    """Return whether an interrupt asks a person about a tool call before its tool runs.
+
+    LangChain: with `interrupt_mode="per_call"`, `HumanInTheLoopMiddleware` asks around the tool.
+    """
+    names = {"type": "tool_approval", "tool_call_id": call["id"], "name": call["name"]}
+    asked = [each.value for each in question.args[0]]
+    return any(isinstance(one, dict) and names.items() <= one.items() for one in asked)
 
 
 def model_parameters(model: "BaseChatModel", settings: Mapping[str, Any]) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from langchain.agents.middleware.types import ToolCallRequest
 from langchain_core.messages import ToolCall, ToolMessage
+from langgraph.errors import GraphInterrupt
 
 from langchain_quota.core import messages
 from langchain_quota.core.decide import Verdict
@@ -94,6 +95,10 @@ class ConcurrencySlots(Feature):
         try:
             answered = await self._acquire(mode, slots)
             return answered or await call(slots.tracked(mode, request))
+        except GraphInterrupt as question:
+            if compat.asks_before_run(question, tool_call):
+                notes.pop("ran", None)
+            raise
         finally:
             if slots.end_task():
                 await slots.release(mode)
