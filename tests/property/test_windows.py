@@ -1,7 +1,4 @@
-"""Windows of the calendar, at random times in random zones, against dateutil's recurrences.
-
-What is left of a limit, and rolls over, in random zones, is as in a plain model.
-"""
+"""Windows of the calendar, at random times in random zones, against dateutil's recurrences."""
 
 import asyncio
 from collections import Counter

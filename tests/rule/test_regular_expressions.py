@@ -24,6 +24,7 @@ EXPRESSIONS = [
     ("features/budgets/reports.py", "re.compile('gemini-[12]')", "search", "", "gemini-"),
     ("limits/quotas.py", "_SCOPE_NAME", "fullmatch", "", "a_"),
     ("runtime/units.py", "_DURATION", "fullmatch", "", "1"),
+    ("stores/keys.py", "_CUT", "fullmatch", "", "a~"),
     ("stores/keys.py", "_PLAIN", "fullmatch", "", "a:"),
     ("stores/keys.py", "_PREFIX", "fullmatch", "", "a"),
     ("stores/keys.py", "_TEXT", "fullmatch", "a/", "%20"),

@@ -1,7 +1,4 @@
-"""Quotas in windows of the calendar: until when a count holds in a zone, and how that is told.
-
-What a window leaves is added to the next one, and shown wherever the limit is.
-"""
+"""Quotas in windows of the calendar: until when a count holds in a zone, and how that is told."""
 
 import time
 from datetime import UTC, datetime
