@@ -100,14 +100,14 @@ class Billed(Tree):
         limited: How the agents are limited, in turn.
         tokens: What the models have used, by agent.
         calls: How often they were called.
-        asked: How many searches they have asked for.
+        asked: The searches that they have asked for; agents in threads add to it at once.
     """
 
     limited: Sequence[str] = ()
     names: list[str] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
-    asked: int = 0
+    asked: list[str] = field(default_factory=list)
 
     def limits(self) -> list[Any]:
         kind = self.limited[len(self.names) % len(self.limited)]
@@ -123,7 +123,7 @@ class Billed(Tree):
         used = 10 + len(self.names) + self.calls[name]
         self.calls[name] += 1
         self.tokens[name] += used
-        self.asked += tools.count("search")
+        self.asked.extend(tool for tool in tools if tool == "search")
         return answer(used, *tools)
 
     def agent(self, searches: int, *children: BaseTool, name: str = "", **options: Any) -> Any:

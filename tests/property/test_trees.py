@@ -253,5 +253,5 @@ async def test_receipts(shape: Shape, most: int, limited: Any, form: Form, *, as
         ran[each.name] += each.calls if each.kind == "tool" else 0
     started = Counter("human" if each == "yes" else each for each in [*tree.ran, *tree.started])
     assert +ran == started
-    assert sum(bill.total("tool").blocked.values()) == tree.asked - len(tree.ran)
+    assert sum(bill.total("tool").blocked.values()) == len(tree.asked) - len(tree.ran)
     assert (bill.runs, bill.ended_by) == (2, [])
