@@ -480,27 +480,30 @@ async def test_while_the_store_is_away(signals: Signals, outage: Any) -> None:
     else:
         assert browser.most == 0
         assert all("could not be checked" in each for each in said)
-    fallbacks = {"agent": "unnamed", "action": outage}
-    counted = signals.samples("langchain_quota_store_fallbacks_total", **fallbacks)
-    assert list(counted.values()) == [8]
+    fallbacks = "langchain_quota_store_fallbacks_total"
+    assert [*signals.samples(fallbacks, agent="unnamed", action=outage).values()] == [8]
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("caps", [(1, 3), (3, 1)])
-async def test_the_lowest_of_two_caps_holds(caps: tuple[int, int], signals: Signals) -> None:
-    """Of one tool no more calls run at once than the lower cap allows, and they run in order."""
-    browser, order = Browser(), list[str]()
+async def test_the_lowest_of_two_caps_holds(caps: Any, signals: Signals, *, stored: bool) -> None:
+    """Only the lower cap's calls run at once, and in order. Metrics say that calls wait for it."""
+    browser, order, shown, kept = Browser(), list[str](), set[Any](), MemoryStore()
 
     async def browse(text: str) -> str:
+        gauge = signals.samples("langchain_quota_waiting_calls", agent="unnamed")
+        shown.update(limit for limit, number in gauge.items() if number)
         order.append(text)
         return await browser.aopen()
 
-    limits = [
-        ConcurrencyLimit("browser", max_concurrency=each, name=f"cap-{each}") for each in caps
-    ]
-    script = asking(*(("browser", {"text": each}) for each in "abcd"))
-    scene = await Scene(signals, script, limits, tools=[tool(None, browse)]).played()
-    assert texts(scene.result) == ["seen"] * 4
-    assert (browser.most, order) == (1, [*"abcd"])
+    limits = [ConcurrencyLimit("browser", max_concurrency=n, name=f"cap-{n}") for n in caps]
+    scene = asking(*(("browser", {"text": each}) for each in "abcd")), limits
+    stores = [DistantStore(kept), DistantStore(kept)] if stored else [None]
+    scenes = [Scene(signals, *scene, store=one, tools=[tool(None, browse)]) for one in stores]
+    for result in await asyncio.gather(*(each.play() for each in scenes)):
+        assert texts(result) == ["seen"] * 4
+    assert (browser.most, [*dict.fromkeys(order)], shown) == (1, [*"abcd"], {("cap-1",)})
+    assert not signals.value(f"{WAITS}_sum", agent="unnamed", limit="cap-3", decision="allowed")
 
 
 @pytest.mark.parametrize("waits", [(0, 3600), (3600, 0)])
@@ -514,6 +517,5 @@ async def test_the_shorter_of_two_waits_holds(waits: tuple[int, int], signals: S
         if decision.outcome == "blocked":
             refused.set()
 
-    script: Any = asking("search", "search")
-    await Scene(signals, script, limits, tools=[slow], on_decision=learn).play()
+    await Scene(signals, asking(*["search"] * 2), limits, tools=[slow], on_decision=learn).play()
     assert signals.value(f"{WAITS}_count", decision="blocked", agent="unnamed", limit="for-0") == 1

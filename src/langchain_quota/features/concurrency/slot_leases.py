@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from threading import Thread
 from uuid import uuid4
@@ -158,7 +159,12 @@ class Lease:
         self._reserved_at = math.inf
 
     async def acquire(
-        self, mode: Mode, waiter: Waiter, deadline: float, waiting: WaitContext
+        self,
+        mode: Mode,
+        waiter: Waiter,
+        deadline: float,
+        waiting: WaitContext,
+        learn: Callable[[AcquireResult], None],
     ) -> AcquireResult | None:
         """Wait for a slot; return the store's newest answer, or `None` if it is unavailable."""
         result: AcquireResult | None = None
@@ -167,6 +173,8 @@ class Lease:
         async def reserve() -> float:
             nonlocal result, pause
             result = await self.reservations.reserve(mode)
+            if result is not None:
+                learn(result)
             if result is None or result.admitted[0]:
                 return 0.0
             jittered = pause * random.uniform(0.5, 1)  # noqa: S311 - no secret

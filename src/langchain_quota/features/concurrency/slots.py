@@ -15,6 +15,7 @@ from langchain_core.messages import ToolCall, ToolMessage
 from langgraph.errors import GraphInterrupt
 
 from langchain_quota.core import messages
+from langchain_quota.core.admission import AcquireResult
 from langchain_quota.core.decide import Verdict
 from langchain_quota.core.decision import Outcome
 from langchain_quota.core.plans import LimitSet, Meter, OnStoreError, Rule, store_counter
@@ -120,20 +121,20 @@ class ConcurrencySlots(Feature):
 
     @contextmanager
     def _waiting(self, slots: "_SlotRequest") -> Iterator[None]:
-        """Write an event to the run's stream before the first wait of a call."""
+        """Count a wait, and write an event to the run's stream before the first one of a call."""
+        call, limit = slots.call, slots.waited_for
         if not slots.waiter.has_waited:
-            limit = slots.waited_for
             maximum = slots.limits[limit].max_concurrency
             reason = make_reason("waiting", limit, CONCURRENCY, threshold=maximum)
             self.recorder.stream("waiting", reason)
-        yield
+        with self.recorder.waiting(call.agent, limit, call.thread_id):
+            yield
 
     async def _acquire(self, mode: Mode, slots: "_SlotRequest") -> ToolMessage | None:
         """Wait for a call's slots, and record the decision; return the answer to a blocked call."""
         step, call, waiting = slots.step, slots.call, partial(self._waiting, slots)
         try:
-            with self.recorder.waiting(call.agent, slots.waited_for, call.thread_id):
-                await slots.acquire(mode, waiting)
+            await slots.acquire(mode, waiting)
         except BaseException:
             waited = slots.waited_for, "cancelled", slots.waiter.waited
             self.recorder.record_wait(call.agent, *waited)
@@ -216,10 +217,11 @@ class _SlotRequest:
         if self._store is None:
             return
         self._lease = Lease(self._store, self._plan)
-        result = await self._lease.acquire(mode, self.waiter, deadline, waiting)
-        if result is None:
-            self.store_unavailable = True
-            return
+        result = await self._lease.acquire(mode, self.waiter, deadline, waiting, self._note_refusal)
+        self.store_unavailable = result is None
+
+    def _note_refusal(self, result: AcquireResult) -> None:
+        """Note what a store has answered, before a call waits for its slot there."""
         self._running, self._refused = {**result.used}, [*result.refused[0]]
         enforced = (name for name in self._refused if self.limits[name].enforce)
         self.waited_for = next(enforced, self.waited_for)
