@@ -82,18 +82,12 @@ class Browser:
 
 
 def agent_of(
-    signals: Signals,
-    tool: BaseTool,
-    calls: int = 1,
-    *,
-    most: int = 1,
-    wait: float = PATIENCE,
-    **options: Any,
+    signals: Signals, tool: Any, calls: int = 1, *, most: int = 1, wait: Any = PATIENCE, **own: Any
 ) -> Any:
     """An agent that opens pages, by default one at a time."""
     limit = ConcurrencyLimit("browser", max_concurrency=most, wait=wait)
     script = [["browser"] * calls, "done"]
-    options = {"tools": [tool], "checkpointer": None, **options}
+    options: Any = {"tools": [tool], "checkpointer": None, **own}
     return Scene(signals, script, [limit], **options).agent
 
 
@@ -512,10 +506,6 @@ async def test_the_shorter_of_two_waits_holds(waits: tuple[int, int], signals: S
     refused = asyncio.Event()
     slow = recording("search", [], refused.wait)
     limits = [ConcurrencyLimit("search", max_concurrency=1, wait=n, name=f"for-{n}") for n in waits]
-
-    def learn(decision: Decision) -> None:
-        if decision.outcome == "blocked":
-            refused.set()
-
+    learn: Any = lambda one: refused.set() if one.outcome == "blocked" else None  # noqa: E731
     await Scene(signals, asking(*["search"] * 2), limits, tools=[slow], on_decision=learn).play()
     assert signals.value(f"{WAITS}_count", decision="blocked", agent="unnamed", limit="for-0") == 1

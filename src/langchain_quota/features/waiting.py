@@ -97,7 +97,7 @@ class Waiting(Feature):
         }
         if not waits:
             return self._with_resets(await admit(mode, step))
-        waiter, queues = Waiter(mode), queues_of(self.store.store)
+        waiter, queues = Waiter(mode, step.waited), queues_of(self.store.store)
         deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)
         if step.answer is not None:
             # A call that a person has been asked about has waited before.

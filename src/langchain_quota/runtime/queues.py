@@ -142,16 +142,19 @@ class Queues:
 
 
 class Waiter:
-    """A call that came, and that any thread can wake: the queue in which it stands, its slots."""
+    """A call that came, and that any thread can wake: the queue in which it stands, its slots.
 
-    def __init__(self, mode: Mode) -> None:
+    It may have `waited` for some seconds before.
+    """
+
+    def __init__(self, mode: Mode, waited: float = 0.0) -> None:
         self._woken = asyncio.Event() if mode else Event()
         self.wake: Callable[[], object] = self._woken.set
         if mode:
             self.wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.wake)
         self.number, self.queue = next(_arrivals), ""
         self.slots: list[str] = []
-        self.came_at, self.has_waited = time.monotonic(), False
+        self.came_at, self.has_waited = time.monotonic() - waited, waited > 0
 
     @property
     def waited(self) -> float:

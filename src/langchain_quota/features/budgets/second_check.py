@@ -4,6 +4,7 @@ It reserves all that the call can use, and refuses the call or makes it the last
 is too little left.
 """
 
+import time
 from asyncio import CancelledError
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -120,11 +121,13 @@ class SecondCheck:
         """Reserve all that the call can use, or make it the run's last; `None` if it is refused."""
         # Return who is charged, too: a call may have waited until windows or limits changed.
         kernel, last = self._kernel, bool(ledger(charge.state).get("final"))
-        is_shortened = False
+        is_shortened, started, waited = False, time.time_ns(), 0.0
         while True:
             shaped = await kernel.shape_request(mode, request)
             step = self._reserving_step(shaped, charge, is_retry=first is None)
-            step = await kernel.admit(mode, step)
+            step = await kernel.admit(mode, step._replace(started=started, waited=waited))
+            # A call that asks for less is the same call, which has waited before.
+            waited = step.waited
             charge = charge._replace(limits=step.original_limits, places=step.places)
             if not (all(step.result.admitted) or is_shortened):
                 is_shortened, shorter = True, self._shortened(shaped, step)
