@@ -112,7 +112,7 @@ def _refused_now() -> StatPanel:
     }
     frozen = ask.select("langchain_quota_frozen_subjects")
     return show.stat(
-        show.Place(42, 6, show.LOW),
+        show.Place(42, 5, show.LOW),
         "Blocked now",
         "How many conversations (threads) and customers (subjects of quotas) with series had calls "
         "blocked in the last 5 minutes, regardless of the chosen time and limit, and how many "
@@ -127,7 +127,7 @@ def _calls_blocked() -> StatPanel:
     blocked = ask.grown(ask.CALLS, "1h", ask.AGENT, _BLOCKED)
     checked = ask.grown(ask.CALLS, "1h", ask.AGENT)
     return show.stat(
-        show.Place(44, 5, show.LOW),
+        show.Place(44, 6, show.LOW),
         "Calls blocked, last hour",
         "How many calls were blocked, their share of all checked calls, and how many times as many "
         "as in the same hour of yesterday. A call that two limits refuse counts once. Calls that "
@@ -164,6 +164,8 @@ def _compared(place: show.Place, title: str, expr: str, unit: str) -> Timeseries
         "variable Limit has no effect.",
         [show.Query(ask.together({"now": expr, "yesterday": day, "last week": week}), "{{what}}")],
         unit=unit,
+        # With numbers, the third name would have no room.
+        has_numbers=False,
     )
     own = {"now": show.fixed(OK), "yesterday": show.THIN, "last week": show.DASHED}
     return show.style(panel, own)

@@ -175,10 +175,16 @@ def _no_value_in_grey(text: str) -> dashboard.SpecialValueMap:
     return dashboard.SpecialValueMap(dashboard.DashboardSpecialValueMapOptions(null, result))
 
 
-def timeseries(
-    place: Place, title: str, description: str, queries: Sequence[Query], *, unit: str
+def timeseries(  # noqa: PLR0913 - the same
+    place: Place,
+    title: str,
+    description: str,
+    queries: Sequence[Query],
+    *,
+    unit: str,
+    has_numbers: bool = True,
 ) -> TimeseriesPanel:
-    """Lines; a gap is a gap. The legend has the last number of each."""
+    """Lines; a gap is a gap. The legend has the last number of each, if it `has_numbers`."""
     panel = (
         _framed(TimeseriesPanel(), place, title, description)
         .unit(unit)
@@ -191,7 +197,7 @@ def timeseries(
             .show_legend(show_legend=True)
             .display_mode(common.LegendDisplayMode.LIST)
             .placement(common.LegendPlacement.BOTTOM)
-            .calcs(["lastNotNull"])
+            .calcs(["lastNotNull"] * has_numbers)
         )
         .tooltip(
             VizTooltipOptions()
