@@ -443,8 +443,7 @@ async def test_a_jump_over_the_limits(caplog: pytest.LogCaptureFixture) -> None:
     """Where calls of an agent with limits jump over them, the line about it names the order."""
     signals = telling(count_unchecked_calls=True)
     await Scene(signals, THRICE, [ToolCallLimit("search", run_limit=1), jumping]).play()
-    counted = signals.samples("langchain_quota_unchecked_calls_total")
-    assert counted["unnamed", "tool"] == 3
+    assert signals.samples("langchain_quota_unchecked_calls_total")["unnamed", "tool"] == 3
     assert "list QuotaMiddleware after a middleware whose after_model jumps" in caplog.text
 
 
@@ -458,6 +457,7 @@ async def test_series_begin_with_the_first_run(kind: Kind, signals: Signals) -> 
         found = signals.samples("langchain_quota_limit_decisions_total", limit=limit.name)
         scope = "concurrency" if limit.name == "at once" else "run"
         assert found.pop(("unnamed", scope, "blocked")) == 0
+    assert [*signals.samples("langchain_quota_waiting_calls").values()] == [0] * (kind in KINDS)
     for name in ("calls_total", "crossings_total", "runs_ended_total"):
         found = signals.samples(f"langchain_quota_{name}")
         assert any("search" in "".join(labels) for labels in found)

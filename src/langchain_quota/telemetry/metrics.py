@@ -90,6 +90,7 @@ class Metrics:
                 numbers |= {quota.name: quota.limit for quota in limit.quotas}
                 if isinstance(limit, ConcurrencyLimit):
                     _ = self._refusals[agent, name, CONCURRENCY, Outcome.BLOCKED]
+                    self._gauges[names.WAITING.name].labels(agent, name)
                 else:
                     _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
                     _ = self._counters[names.RUNS_ENDED.name][agent, name]
