@@ -23,7 +23,7 @@ from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.runtime.units import PER_BASE_UNIT, UNIT_LABELS, format_amount, in_base_unit
 from langchain_quota.stores import QuotaUsage
 from langchain_quota.stores.grants import Grant, calls_of, in_utc
-from langchain_quota.stores.keys import DEFAULT_NAMES, CountKey, as_given, parsed
+from langchain_quota.stores.keys import DEFAULT_NAMES, CountKey, as_shown, parsed
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
 
@@ -197,15 +197,10 @@ def _limit_name(key: CountKey) -> str:
 def _asked(arguments: Namespace) -> Asked:
     given = ((name, getattr(arguments, name, None)) for name in ("limit", "per", "subject", "key"))
     return {
-        name: _as_shown(text) if name in {"per", "subject"} else text
+        name: as_shown(text) if name in {"per", "subject"} else text
         for name, text in given
         if text is not None
     }
-
-
-def _as_shown(name: str) -> str:
-    """Return a name as the command shows it: a key has a long one shortened."""
-    return CountKey.parse(str(CountKey("", "", as_given(name)))).subject
 
 
 def _is_of(text: str, asked: Asked) -> bool:

@@ -312,9 +312,9 @@ def prefix_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def as_given(value: str) -> str:
-    """Return a value that people give, who may have read it shortened, for a key."""
-    return _decoded(_quoted(value))
+def as_shown(value: str) -> str:
+    """Return a value as it is read from a key: a long one shortened, unless it is given so."""
+    return _decoded(_encoded(_decoded(_quoted(value))))
 
 
 def _decoded(value: str | None) -> str:
