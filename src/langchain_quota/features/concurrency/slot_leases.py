@@ -165,8 +165,8 @@ class Lease:
         deadline: float,
         waiting: WaitContext,
         learn: Callable[[AcquireResult], None],
-    ) -> AcquireResult | None:
-        """Wait for a slot; return the store's newest answer, or `None` if it is unavailable."""
+    ) -> bool:
+        """Wait for a slot; return whether the store is available. `learn` gets all its answers."""
         result: AcquireResult | None = None
         pause = MIN_PAUSE
 
@@ -192,7 +192,7 @@ class Lease:
                 self._all = _running.get(key) or Reservations(self._store)
                 _running[key] = self._all
             self._all.renew(self)
-        return result
+        return result is not None
 
     async def end(self, mode: Mode) -> None:
         """Note that the call has ended, and release the slot."""

@@ -217,10 +217,11 @@ class _SlotRequest:
         if self._store is None:
             return
         self._lease = Lease(self._store, self._plan)
-        result = await self._lease.acquire(mode, self.waiter, deadline, waiting, self._note_refusal)
-        self.store_unavailable = result is None
+        self.store_unavailable = not await self._lease.acquire(
+            mode, self.waiter, deadline, waiting, self._note_answer
+        )
 
-    def _note_refusal(self, result: AcquireResult) -> None:
+    def _note_answer(self, result: AcquireResult) -> None:
         """Note what a store has answered, before a call waits for its slot there."""
         self._running, self._refused = {**result.used}, [*result.refused[0]]
         enforced = (name for name in self._refused if self.limits[name].enforce)
