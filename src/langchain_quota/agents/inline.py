@@ -15,7 +15,7 @@ from langchain_quota.middleware.base import ContextT, WrittenResponse
 from langchain_quota.middleware.calls import Update
 from langchain_quota.middleware.feature import Handler, Request, Response
 from langchain_quota.middleware.flow import Kernel
-from langchain_quota.middleware.history import identified
+from langchain_quota.middleware.history import EDITED_CALLS, identified
 from langchain_quota.middleware.state import ledger, merge_ledgers
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode
@@ -32,7 +32,7 @@ class InlineState(dict[str, Any]):
         self.written: Update = {}
         self.overruled = sorted(_overruled(messages))
         # A reviewer has edited the calls of earlier messages only, which may have the same ids.
-        earlier = {"structured_response": None, "hitl_edited_tool_calls": None}
+        earlier = {"structured_response": None, EDITED_CALLS: None}
         super().__init__({**request.state, **earlier, "messages": self._not_overruled(messages)})
         self.request = compat.with_state(request, self)
         if self.overruled:

@@ -21,6 +21,9 @@ _ID_OF_BLOCK = {"tool_use": "id", "tool_call": "id", "function_call": "call_id"}
 _REASONING = {"reasoning", "thinking", "redacted_thinking"}
 """The types of reasoning blocks: some providers refuse them if their result does not follow."""
 
+EDITED_CALLS = "hitl_edited_tool_calls"
+"""The state key under which LangChain's review keeps the edits of the newest message's calls."""
+
 _CALLS = {"tool_calls", "function_call"}
 """Where some providers' classes keep a second form of calls, and send it if there are no others."""
 
@@ -234,14 +237,14 @@ def newest_name(messages: Sequence[BaseMessage]) -> str | None:
 
 def as_edited(call: ToolCall, state: State) -> ToolCall:
     """Return a call as a reviewer edited it; the call itself, if nobody did."""
-    # LangChain's human review writes its edits here, and puts them in place around the tool.
-    edited: Mapping[str, ToolCall] = state.get("hitl_edited_tool_calls") or {}
+    # LangChain puts them in place around the tool.
+    edited: Mapping[str, ToolCall] = state.get(EDITED_CALLS) or {}
     action = edited.get(str(call["id"]))
     return call if action is None else {**call, "name": action["name"], "args": action["args"]}
 
 
 def _unanswered(message: AIMessage, answered: set[str], state: State) -> tuple[ToolCall, ...]:
-    if not (answered or state.get("hitl_edited_tool_calls")):
+    if not (answered or state.get(EDITED_CALLS)):
         return tuple(message.tool_calls)
     return tuple(
         as_edited(call, state) for call in message.tool_calls if call["id"] not in answered
