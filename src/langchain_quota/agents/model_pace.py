@@ -68,8 +68,7 @@ class _Pace(WaitingRoom):
         """The provider's and the model's name in telemetry."""
         # The series tell alerts from the start which limits are providers', and that nobody waits.
         recorder.count(names.PROVIDER_REFUSALS, running_agent(), label, amount=0)
-        with recorder.waiting(running_agent(), label, None):
-            pass
+        recorder.begin_waits(running_agent(), label)
         self._limits: dict[str, float] = {}
         """The provider's limits a minute, by what they count."""
         self._use = {"requests": 1.0}

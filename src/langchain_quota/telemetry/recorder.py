@@ -282,6 +282,11 @@ class Recorder:
             event.attributes = {DECISION: outcome, LIMIT: limit_label(limit)}
             self._guard("tracing", self._make_spans, event)
 
+    def begin_waits(self, agent: str | None, limit: str) -> None:
+        """Create the series of a limit's waiting calls at 0."""
+        caller = self._labels_of(agent)
+        self._guard("metrics", self._metrics.change_waiting, caller, limit, 0)
+
     @contextmanager
     def waiting(self, agent: str | None, limit: str, thread_id: object) -> Iterator[None]:
         """Count a waiting call while the context is open."""
