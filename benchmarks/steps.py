@@ -273,8 +273,8 @@ async def _taken(
             began, started = time.process_time_ns(), time.perf_counter_ns()
             await asyncio.gather(*(run(each, STEPS, thread) for thread in threads))
             cpu, clock = time.process_time_ns() - began, time.perf_counter_ns() - started
-            if saver is not None:
-                await saver.adelete_thread(threads[0])
+            for thread in threads if saver is not None else ():
+                await saver.adelete_thread(thread)
             # The first round warms up.
             if number_of >= 0:
                 taken[setup].append((cpu / at_once, clock / at_once))
