@@ -1,7 +1,4 @@
-"""What is left of limits, granted, revoked and reset by names: of limits, quotas and subjects.
-
-What is granted is checked, shown and counted; a thread's use is read from its state, and reset.
-"""
+"""What is left of limits, granted, revoked and reset by names: of limits, quotas and subjects."""
 
 import json
 from datetime import UTC, datetime

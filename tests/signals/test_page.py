@@ -348,7 +348,8 @@ async def test_who_waits(waits_for: str, signals: Signals) -> None:
     }
     nothing_left = {"x-ratelimit-limit-requests": "1", "x-ratelimit-remaining-requests": "0"}
     said: Any = {"response_metadata": {"headers": nothing_left}}
-    options: Any = {"store": MemoryStore(), "tools": [waiting_tool()[0]], "name": "boss"}
+    tool, _, gone = waiting_tool()
+    options: Any = {"store": MemoryStore(), "tools": [tool], "name": "boss"}
     turns: Any = lambda messages: script(messages).model_copy(update=said)  # noqa: E731
     scene = Scene(signals, turns, [items[waits_for]], **options)
     await scene.play("0", thread_id="first")
@@ -357,7 +358,7 @@ async def test_who_waits(waits_for: str, signals: Signals) -> None:
         eventually, lambda: (one := read(signals, "state=waiting"))["threads"]["rows"] and one
     )
     assert (ids(found["threads"]), found["totals"]["waiting"]) == (["second"], 1)
-    waiting.cancel()
+    (gone.set if waits_for == "a slot" else waiting.cancel)()
     await asyncio.gather(waiting, return_exceptions=True)
     assert (await asyncio.to_thread(read, signals))["totals"]["waiting"] == 0
 
