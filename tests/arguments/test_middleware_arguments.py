@@ -317,7 +317,7 @@ async def test_what_is_no_request(store: Any) -> None:
 
 NO_TIME_ZONE = datetime(2100, 1, 1)  # noqa: DTZ001 - the mistake
 GRANTS: list[tuple[dict[str, Any], str]] = [
-    ({"amount": 0}, "amount must be above 0"),
+    ({"amount": 0}, "amount must be above 0, not 0"),
     ({"amount": 9 * 10**15 + 1}, "at most 9000000000000000"),
     ({"amount": -1}, "amount must be 0 or more"),
     ({"amount": "1"}, "amount must be a whole number"),

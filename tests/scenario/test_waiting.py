@@ -249,6 +249,7 @@ async def test_a_call_without_a_limit_waits_for_nobody(signals: Signals, clock: 
         for most in (1, None)
     )
     await first.play()
+    assert waits(0, signals)
     behind = asyncio.create_task(first.play())
     await until(partial(waits, 1, signals))
     await asyncio.wait_for(last.play(), PATIENCE)

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter as Counts
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -119,10 +119,9 @@ class Waiting(Feature):
 
     async def _attempt(self, mode: Mode, wait: "_Wait", admit: StepCheck) -> float:
         """Check the calls if it is their turn; return in how many seconds to do so again."""
-        with self._counted(wait):
-            if not wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
-                wait.limit, wait.scope = wait.quotas[wait.waiter.queue]
-                return math.inf
+        if not wait.queues.is_next(wait.waiter, sorted(wait.quotas)):
+            wait.limit, wait.scope = wait.quotas[wait.waiter.queue]
+            return math.inf
         step = await self._rebuild(mode, wait.step) if wait.waiter.has_waited else wait.step
         # Let a refusal by a limit with `wait` stop all calls: then none is charged, so that they
         # can be checked again later.
@@ -149,11 +148,6 @@ class Waiting(Feature):
         step, _ = self._allow_later_starts(await self._rebuild(mode, wait.step), wait.deadline)
         wait.step = self._with_resets(await admit(mode, step))
 
-    def _counted(self, wait: "_Wait") -> AbstractContextManager[None]:
-        """Return the context in which the calls of a step are counted as waiting."""
-        caller = wait.step.context
-        return self.recorder.waiting(caller.agent, wait.limit, caller.thread_id)
-
     @contextmanager
     def _waiting(self, wait: "_Wait") -> Iterator[None]:
         """Write an event to the run's stream before the first wait, and count the wait."""
@@ -172,7 +166,8 @@ class Waiting(Feature):
                 resets_at=place.resets_at,
             )
             self.recorder.stream("waiting", reason)
-        with self._counted(wait):
+        caller = wait.step.context
+        with self.recorder.waiting(caller.agent, wait.limit, caller.thread_id):
             yield
 
     async def _rebuild(self, mode: Mode, step: Step) -> Step:

@@ -166,8 +166,8 @@ class SupportsGrants(BaseStore):
         parsed = CountKey.parse(counted)
         whole = whole_amount(parsed.unit, "amount", amount)
         if not 0 < whole <= MAX_AMOUNT:
-            maximum = format_amount(MAX_AMOUNT, parsed.unit)
-            raise ValueError(f"amount must be above 0, and at most {maximum}, not {amount!r}")
+            bound = f"at most {format_amount(MAX_AMOUNT, parsed.unit)}" if whole else "above 0"
+            raise ValueError(f"amount must be {bound}, not {amount!r}")
         grant = Grant(counted, whole, name, in_utc(now), until, reason, by)
         ends = [end for end in (grant.ends, parsed.ends) if end is not None]
         last = math.ceil(now) + idle_time(counted, self._idle)

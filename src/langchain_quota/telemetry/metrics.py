@@ -90,10 +90,11 @@ class Metrics:
                 numbers |= {quota.name: quota.limit for quota in limit.quotas}
                 if isinstance(limit, ConcurrencyLimit):
                     _ = self._refusals[agent, name, CONCURRENCY, Outcome.BLOCKED]
-                    self._gauges[names.WAITING.name].labels(agent, name)
                 else:
                     _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
                     _ = self._counters[names.RUNS_ENDED.name][agent, name]
+                if limit.wait is not None:
+                    self._gauges[names.WAITING.name].labels(agent, name)
                 if isinstance(limit, TokenLimit) and limit.call_limit is not None:
                     _ = self._refusals[agent, name, CALL, Outcome.BLOCKED]
                 for scope in (scope for scope, number in numbers.items() if number is not None):
