@@ -17,6 +17,7 @@ from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command, Send, interrupt
 
 from langchain_quota import (
+    ConcurrencyLimit,
     GraphQuota,
     MemoryStore,
     ModelCallLimit,
@@ -83,8 +84,7 @@ def by_a_review(graph: Any) -> None:
     def review(state: Reviewed) -> dict[str, Any]:
         return {"messages": [("user", "Better!")], "reviews": state.get("reviews", 0) + 1}
 
-    graph.add_node("review", review)
-    graph.add_edge("review", "model")
+    graph.add_node("review", review).add_edge("review", "model")
     graph.add_conditional_edges(
         "model", lambda state: END if state.get("reviews") == 9 else "review"
     )
@@ -92,8 +92,7 @@ def by_a_review(graph: Any) -> None:
 
 def by_sends(graph: Any) -> None:
     """29 model calls at the same time: side by side, they do not lead an ended run back."""
-    graph.add_node("many", lambda _: {})
-    graph.add_edge(START, "many")
+    graph.add_node("many", lambda _: {}).add_edge(START, "many")
     graph.add_conditional_edges("many", lambda state: [Send("model", state)] * 29, ["model"])
 
 
@@ -123,9 +122,9 @@ async def test_ways_to_the_model(
 
 @both_forms
 @pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("mark", ["none", "forged", "of a wrong type"])
-async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Signals) -> None:
-    """Tool calls that no limited model has made are checked by the tools, whatever their mark."""
+@pytest.mark.parametrize("mark", ["none", "forged", "of a wrong type", "of a limited model"])
+async def test_nodes_of_tools(mark: str, nodes: int, form: Any, signals: Signals) -> None:
+    """They check calls that no limited model made, whatever their mark; other calls run once."""
     ran, store, limits = list[str](), MemoryStore(), [ToolCallLimit("search", run_limit=2)]
     quota = GraphQuota(limits, store=store, telemetry=signals.telemetry)
     message = forged("search", "search", "search")
@@ -133,23 +132,14 @@ async def test_a_tool_node_alone(mark: str, nodes: int, form: Any, signals: Sign
         message.response_metadata.clear()
     elif mark == "of a wrong type":
         message.response_metadata[MARK] = {"blocked": ["search_0"]}
-    graph = graph_of(tuple(quota.tools([recording("search", ran)]) for _ in range(nodes)))
-    given: Any = {"messages": [HumanMessage("hi"), message]}
-    result = graph.invoke(given, CONFIG) if form == "sync" else await graph.ainvoke(given, CONFIG)
+    model = model_node(quota.model(ScriptedChatModel(script=lambda _: message)))
+    steps = [model if mark == "of a limited model" else lambda _: {"messages": message}]
+    graph = graph_of(*steps, tuple(quota.tools([recording("search", ran)]) for _ in range(nodes)))
+    result = graph.invoke(HELLO, CONFIG) if form == "sync" else await graph.ainvoke(HELLO, CONFIG)
     assert len(ran) == 2
     if nodes == 1:
         check_history(result["messages"])
     assert run_counts(store, "search") == [2]
-
-
-def test_a_message_for_two_nodes_of_tools(signals: Signals) -> None:
-    """Calls that a limited model has made run once: a second node of tools makes further calls."""
-    ran: list[str] = []
-    quota = GraphQuota([ToolCallLimit(run_limit=2)], telemetry=signals.telemetry)
-    limited = quota.model(ScriptedChatModel(script=[["search", "search"], "done"]))
-    nodes = tuple(quota.tools([recording("search", ran)]) for _ in "12")
-    graph_of(model_node(limited), nodes).invoke(HELLO)
-    assert ran == ["search"] * 2
 
 
 @pytest.mark.parametrize("exit_behavior", ["end", "error"])
@@ -253,8 +243,7 @@ class AsyncModel(ScriptedChatModel):
 async def test_an_async_graph_needs_no_threads(signals: Signals) -> None:
     """All that checks runs on the event loop."""
     limits: list[Limit] = [TWO_OF_THREE, ModelCallLimit(run_limit=2)]
-    ran: list[str] = []
-    quota = GraphQuota(limits, store=MemoryStore(), telemetry=signals.telemetry)
+    ran, quota = list[str](), GraphQuota(limits, store=MemoryStore(), telemetry=signals.telemetry)
     model = model_node(quota.model(AsyncModel(script=[["search"] * 3])))
     executor = ThreadPoolExecutor()
     executor.shutdown()
@@ -304,8 +293,7 @@ async def test_a_model_without_limits_is_unchecked() -> None:
     for model in (models[0], quota.model(models[1])):
         graph: Any = create_react_agent(model, quota.tools([recording("search", [])]))
         await graph.ainvoke(HELLO)
-        unchecked = signals.samples("langchain_quota_unchecked_calls_total")
-        assert unchecked == {("unnamed", "model"): 2}
+        assert signals.samples("langchain_quota_unchecked_calls_total") == {("unnamed", "model"): 2}
 
 
 async def test_a_node_that_is_entered_again(signals: Signals) -> None:
@@ -313,8 +301,7 @@ async def test_a_node_that_is_entered_again(signals: Signals) -> None:
     left, limit = iter(range(3)), ModelCallLimit(run_limit=2)
     inner = Scene(signals, lambda _: "done", [limit], kind="graph", checkpointer=None)
     graph: Any = StateGraph(MessagesState)
-    graph.add_node("worker", inner.agent)
-    graph.add_edge(START, "worker")
+    graph.add_node("worker", inner.agent).add_edge(START, "worker")
     graph.add_conditional_edges("worker", lambda _: END if next(left, None) is None else "worker")
     await graph.compile().ainvoke(HELLO, CONFIG)
     assert len(inner.model.calls) == 2
@@ -328,10 +315,7 @@ def said(kind: str, **more: Any) -> dict[str, Any]:
 APPROVE, NO_MORE = said("approve"), said("approve", amount=0)
 ASKS = ToolCallLimit("search", run_limit=1, exit_behavior="ask")
 MODEL_ASKS = ModelCallLimit(run_limit=1, exit_behavior="ask")
-
-
 RESERVES = TokenLimit(run_limit=10**6, reserve=9)
-
 ANSWERS: list[Any] = [Command(resume=each) for each in (APPROVE, APPROVE, "yes")]
 
 
@@ -468,6 +452,23 @@ def test_a_node_that_makes_several_calls(
     assert run_counts(quota.store, "search") == [2]
 
 
+async def test_a_node_that_calls_the_tools_of_several_messages(signals: Signals) -> None:
+    """Of each message, even with the same ids, a call that gets no slot is refunded."""
+    ran, limit = list[str](), ToolCallLimit("search", quotas=[Quota(9, per="global")])
+    quota = GraphQuota([limit, ConcurrencyLimit(max_concurrency=1, wait=0)], store=MemoryStore())
+    tools = quota.tools([recording("search", ran, lambda: asyncio.sleep(0.01))])
+    said = [forged("search", "search").model_copy(update={"id": each}) for each in "abc"]
+    model = quota.model(ScriptedChatModel(script=[*said]))
+
+    async def node(_: MessagesState) -> Any:
+        messages = [await model.ainvoke("hi") for _ in said]
+        return {"messages": [(await tools.ainvoke([each]))[1] for each in messages]}
+
+    _, *refused = (await graph_of(node).ainvoke(HELLO))["messages"]
+    assert [each.status for each in refused] == ["error"] * 3
+    assert (ran, counts(quota.store)["search:global:"]) == (["search"] * 3, 3)
+
+
 def test_a_question_needs_a_checkpointer_and_limited_tools(signals: Signals) -> None:
     """A graph that could not wait, or whose tools nothing checks, raises before a call is made."""
     ran: list[str] = []
@@ -487,9 +488,8 @@ async def test_what_has_been_said_is_not_kept(signals: Signals) -> None:
     limits = GraphQuota([ModelCallLimit(run_limit=5)], telemetry=signals.telemetry)
     model = limits.model(ScriptedChatModel(script=lambda _: "done", keep_calls=0))
     app = graph_of(model_node(model))
-    call = {"name": "search", "args": {}, "id": "1"}
     for _ in range(20):
-        open_call = AIMessage("", tool_calls=[call])
+        open_call = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
         await app.ainvoke({"messages": [HumanMessage(SAID), open_call, HumanMessage("go on")]})
     gc.collect()
     # The event loop may keep the newest context.

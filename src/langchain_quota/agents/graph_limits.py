@@ -1,7 +1,7 @@
 """Check the calls of a graph, and remember its runs in place of the graph's state."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,9 +28,9 @@ from langchain_quota.middleware.feature import Feature, Handler, Request, StepCh
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
-from langchain_quota.middleware.state import LEDGER, Ledger, State, merge_ledgers
+from langchain_quota.middleware.state import LEDGER, Ledger, State, ToolBatch, ledger, merge_ledgers
 from langchain_quota.runtime import compat
-from langchain_quota.runtime.sync_async import Mode
+from langchain_quota.runtime.sync_async import Mode, newest_dicts
 from langchain_quota.stores import QuotaStore
 
 _Answer = tuple[str, StopReason | None]
@@ -46,21 +46,24 @@ _TAKEN: _Answer = ("\0", None)
 """Marks a call that a task runs: another task with the same call is checked."""
 _MAX_RUNS = 10_000
 """How many runs are remembered. The store still has the counts of a run that is forgotten."""
+_MAX_MESSAGES = 10_000
+"""For how many messages it is remembered what their calls were charged, and when they start."""
 
 
 class _Run:
     """The memory of a run, in place of a graph's state."""
 
-    def __init__(self, root: str, state: Update) -> None:
-        self.root, self.state = root, state
+    def __init__(self, name: str, root: str, state: Update) -> None:
+        self.name, self.root, self.state = name, root, state
         self.ended: AIMessage | None = None
         """The answer with which a limit ended the run."""
         self.ended_in, self.ended_at_model = "", False
         """The superstep in which it did so, and whether it refused a call of the model."""
         self.decided: dict[_CallName, _Answer | None] = {}
         """The answers to calls that are checked; `None` for a call that may run."""
-        self.taken: dict[str, Answers] = {}
-        """The answers to the calls of a task of tools, by the name of its work."""
+        self.taken: dict[str, tuple[str | None, Answers]] = {}
+        """The answers to the calls of a task of tools, by the name of its work, and the id of the
+        message with which they were checked."""
         self.asked: dict[str, tuple[object, int]] = {}
         """The attempt at a task that asked last for some work, and how often it had before."""
 
@@ -154,6 +157,9 @@ class GraphLimits(QuotaMiddleware):
         self.sequence = StoreSequence(self.kernel.store, is_needed=is_needed)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._roots: WeakKeyDictionary[RootRun, str] = WeakKeyDictionary()
+        # What the checks of messages have written. Nodes may call the tools of several messages
+        # at the same time, and the ledger of their run has the charges of the newest one only.
+        self._checks: Callable[[Hashable], dict[str, Ledger]] = newest_dicts(_MAX_MESSAGES)
 
     async def call_model(self, mode: Mode, request: Request, handler: Handler) -> AIMessage:
         """Return the answer of a model, or of the limits in its place.
@@ -230,14 +236,19 @@ class GraphLimits(QuotaMiddleware):
         else:
             if message is not None and names[0] not in run.decided:
                 await self._read_mark(mode, run, message)
+            checked = message_id
             answers: Answers = {name[1]: run.decided.get(name, _TAKEN) for name in names}
             run.decided |= dict.fromkeys(names, _TAKEN)
             if _TAKEN in answers.values():
-                unchecked = AIMessage("", id=work, tool_calls=calls)
+                checked, unchecked = work, AIMessage("", id=work, tool_calls=calls)
                 call_state = {**run.state, "messages": [*history, unchecked]}
                 _, answers = await self._check(mode, run, call_state, work)
-            run.taken[work] = answers
-        return {**run.state, "messages": history}, run.taken[work]
+            run.taken[work] = checked, answers
+        checked, answers = run.taken[work]
+        nothing = Ledger(batch=ToolBatch(message=checked or "", calls={}, waiting=[]))
+        written = self._checks((run.name, checked)).get("written", nothing)
+        calls_ledger = merge_ledgers(run.state[LEDGER], written)
+        return {**run.state, "messages": history, LEDGER: calls_ledger}, answers
 
     async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
         """Read another process's decisions from a message, if the store confirms them."""
@@ -255,6 +266,8 @@ class GraphLimits(QuotaMiddleware):
         update = await self.kernel.check_tool_calls(mode, state, running_runtime(work)) or {}
         answers: list[AnyMessage] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
+        if batch := ledger(update).get("batch"):
+            self._checks((run.name, batch["message"]))["written"] = ledger(update)
         final = final if isinstance(final, AIMessage) else None
         if final is not None:
             run.end(final, at_model=False)
@@ -287,7 +300,7 @@ class GraphLimits(QuotaMiddleware):
             new_state = begin_run(self.kernel, mode, {"messages": messages}, running_runtime())
             new_state[LEDGER]["run"] = name
             new_state.pop("messages", None)  # each call has its own history
-            self._runs.setdefault(name, _Run(self._roots[root], new_state))
+            self._runs.setdefault(name, _Run(name, self._roots[root], new_state))
         while len(self._runs) > _MAX_RUNS:
             self._runs.popitem(last=False)
         return self._runs[name]

@@ -110,7 +110,10 @@ class ConcurrencySlots(Feature):
         context = call_context(running_runtime()).answered_by(name)
         caller = context.agent, context.thread_id
         call = Call("tool", tool_call["name"], tool_call["id"], 1, *caller)
-        task = f"{self._kernel.name}/{_name(run_ledger, call)}"
+        # A node of a graph may call its tools in a loop, with the same ids in each message.
+        batch = run_ledger.get("batch")
+        message = batch["message"] if batch else ""
+        task = f"{self._kernel.name}/{message}/{_name(run_ledger, call)}"
         plan = self._limits.plan_for(call)
         return Step(
             *(state, runtime, run_ledger, context, task, self._limits, {}, [call], [plan]),
@@ -170,7 +173,7 @@ class ConcurrencySlots(Feature):
     ) -> None:
         """Record a blocked call, and refund what a store was charged for it."""
         refunds = {str(step.calls[0].id): charge["keys"]} if charge else {}
-        corrections = refund_corrections(step.context.step("waited"), refunds)
+        corrections = refund_corrections(step.context.step(f"{step.task}/waited"), refunds)
         await self._kernel.record_and_correct(mode, step, change, corrections)
 
 
