@@ -152,13 +152,14 @@ async def test_what_metrics_say_of_waits_and_rates(signals: Signals) -> None:
 
 @both_forms
 async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
-    """Behind others its time can end, too; a model call ends as its limit says."""
-    store = Noting()
+    """Behind others its time can end, too, but once; a model call ends as its limit says."""
+    store, asks = Noting(), ToolCallLimit(run_limit=1, exit_behavior="ask")
     patient = ModelCallLimit(quotas=[HOURLY], wait=2 * 3600)
     hasty = ModelCallLimit(quotas=[HOURLY], wait=0.05, exit_behavior="error")
+    cases: Any = ("first", [patient]), ("last", [hasty, asks])
     first, last = (
-        Scene(signals, lambda _: "done", [each], form=form, store=store, thread_id=name)
-        for name, each in (("first", patient), ("last", hasty))
+        Scene(signals, lambda _: "done", limits, form=form, store=store, thread_id=name)
+        for name, limits in cases
     )
     await first.play()
     waits = threading.Thread(target=lambda: asyncio.run(first.play()), daemon=True)
@@ -166,7 +167,8 @@ async def test_whose_turn_does_not_come(form: Form, signals: Signals) -> None:
     assert await asyncio.to_thread(store.refused.acquire, timeout=PATIENCE)
     with pytest.raises(ModelCallLimitExceededError, match="resets at"):
         await last.play()
-    assert signals.value(GAUGE, agent="unnamed", limit="model") == 1
+    blocked = signals.value(WAITS, agent="unnamed", limit="model", decision="blocked")
+    assert (signals.value(GAUGE, agent="unnamed", limit="model"), blocked) == (1, 1)
     store.reset([each.key for each in store.usages()])
     await asyncio.to_thread(waits.join, PATIENCE)
     assert first.last_text() == "done"

@@ -99,8 +99,8 @@ class Waiting(Feature):
             return self._with_resets(await admit(mode, step))
         waiter, queues = Waiter(mode, step.waited), queues_of(self.store.store)
         deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)
-        if step.answer is not None:
-            # A call that a person has been asked about has waited before.
+        if step.sent is not None:
+            # Calls that are checked again, because a limit asks, have waited before.
             step, _ = self._allow_later_starts(step, deadline)
             return self._with_resets(await admit(mode, step))
         quotas = {_queue_of(*waited): quota for quota, waited in waits.items()}
