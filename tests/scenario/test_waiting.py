@@ -435,14 +435,14 @@ async def test_who_does_not_wait(signals: Signals, clock: Passing) -> None:
 
 
 async def test_a_person_is_asked_after_the_wait(signals: Signals) -> None:
-    """A limit that asks first waits."""
+    """A limit that asks first waits; metrics say what has come of the call in the end."""
     quota = Quota(1, per="global", window="1h")
     limit = ToolCallLimit("search", quotas=[quota], wait=0.01, exit_behavior="ask")
     scene = await Scene(signals, asking("search"), [limit], store=MemoryStore()).played()
-    asked = await scene.play()
-    assert "__interrupt__" in asked
+    assert "__interrupt__" in await scene.play()
     await scene.resume(APPROVE)
-    assert len(scene.ran) == 2
+    waits = [signals.value(WAITS, decision=each, **SEARCH) for each in DECISIONS]
+    assert (len(scene.ran), waits) == (2, [2, 0, 0, 0])
 
 
 async def test_a_person_is_asked_beside_a_wait(signals: Signals, clock: Passing) -> None:

@@ -127,7 +127,7 @@ class Questions(Feature):
         stops = {name: n for name, n in step.stops.items() if name not in asking}
         again = rebuilt._replace(stops=stops, answer=step.answer)
         # Its calls do not wait a second time.
-        return await admit(mode, again._replace(sent=step.sent, waited=step.waited))
+        return await admit(mode, again._replace(waited=step.waited, waited_for=step.waited_for))
 
     def _ask_person(
         self, step: Step, offers: Sequence["_Offer"]

@@ -99,7 +99,7 @@ class Waiting(Feature):
             return self._with_resets(await admit(mode, step))
         waiter, queues = Waiter(mode, step.waited), queues_of(self.store.store)
         deadline = waiter.came_at + min(self._max_waits[limit] for limit, _ in waits)
-        if step.sent is not None:
+        if step.waited_for:
             # Calls that are checked again, because a limit asks, have waited before.
             step, _ = self._allow_later_starts(step, deadline)
             return self._with_resets(await admit(mode, step))
@@ -111,11 +111,13 @@ class Waiting(Feature):
             if not await waiter.retry(attempt, deadline, waiting):
                 await self._check_now(mode, wait, admit)
             is_over = True
-            return wait.step._replace(waited=waiter.waited)
         finally:
             queues.leave(waiter)
-            for outcome in self._wait_outcomes(wait, is_over=is_over):
-                self.recorder.record_wait(step.context.agent, wait.limit, outcome, waiter.waited)
+            step = wait.step._replace(waited=waiter.waited, waited_for=wait.limit)
+            # If a person is asked, the calls that run are known later.
+            if step.is_second or not is_over:
+                self._record_waits(step, is_over=is_over)
+        return step
 
     async def _attempt(self, mode: Mode, wait: "_Wait", admit: StepCheck) -> float:
         """Check the calls if it is their turn; return in how many seconds to do so again."""
@@ -259,23 +261,25 @@ class Waiting(Feature):
         pause, _, quota = max(missing, key=itemgetter(0), default=never)
         return pause, max([pause, *(last for _, last, _ in missing)]), quota
 
-    def _wait_outcomes(self, wait: "_Wait", *, is_over: bool) -> Iterator[str]:
-        """Yield the outcome of each call's wait, but not of calls that start later."""
-        step = wait.step
-        delayed = self._start_times(step) if is_over else ()
+    def _record_waits(
+        self, step: Step, delayed: Collection[str] = (), *, is_over: bool = True
+    ) -> None:
+        """Record how long each call has waited, but not of calls that start later."""
+        limit, outcome = step.waited_for, "cancelled"
         for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
-            matches = any(rule.limit.name == wait.limit for rule in plan.rules)
-            if not matches or str(call.id) in delayed:
-                continue
-            if not is_over:
-                yield "cancelled"
+            matches = any(rule.limit.name == limit for rule in plan.rules)
             # In an outage nobody waits.
-            elif step.answered:
-                yield "blocked" if wait.limit in step.result.refused[index] else "allowed"
+            if not matches or str(call.id) in delayed or (is_over and not step.answered):
+                continue
+            if is_over:
+                outcome = "blocked" if limit in step.result.refused[index] else "allowed"
+            self.recorder.record_wait(step.context.agent, limit, outcome, step.waited)
 
     def conclude(self, step: Step, change: Change) -> Change:
         """Save when the tool calls of a message start, if they cannot all start now."""
         starts = self._start_times(step)
+        if step.waited_for:
+            self._record_waits(step, starts)
         if not starts or step.sent is None:
             return change
         source = {"message": step.message, "name": step.sent.attempt_id, "by": self._id}

@@ -126,8 +126,9 @@ class Step(NamedTuple):
     outage_stops: Mapping[str, int] | None = None
     # What a person answered at a limit.
     answer: Answer | None = None
-    # How long the calls have waited for room, in seconds.
+    # How long the calls have waited for room, in seconds, and the limit that made them wait.
     waited: float = 0.0
+    waited_for: str = ""
     # An update of the ledger, beside that of the change.
     written: Ledger = Ledger()
 
