@@ -115,18 +115,15 @@ async def test_a_cancelled_call_is_charged_what_was_held(
 
 async def test_what_a_dead_process_held_is_given_back(signals: Signals) -> None:
     """A call that never reports its end holds its amount until the lease is over."""
-    clock = Clock()
+    clock, seen = Clock(), list[dict[str, int]]()
     store = MemoryStore(clock=clock)
-    limit = TokenLimit(quotas=[OF_ALL], reserve=500)
-    seen: list[dict[str, int]] = []
 
     def lasts() -> None:
-        clock.now += LEASE - 1
-        seen.append(counts(store))
-        clock.now += 3
-        seen.append(counts(store))
+        for seconds in (LEASE - 1, 3):
+            clock.now += seconds
+            seen.append(counts(store))
 
-    await Scene(signals, [answer(60)], [limit, During(lasts)], store=store).play()
+    await Scene(signals, [answer(60)], [limit_of(1000, 500), During(lasts)], store=store).play()
     assert seen == [{GLOBAL: 500}, {}]
 
 
@@ -293,26 +290,30 @@ async def test_a_retry_is_checked_with_what_its_first_attempt_used(
 
 
 @either
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("counted", ["here", "in a store", "in an outage"])
 async def test_a_call_that_its_bound_refuses_is_not_counted(
-    signals: Signals, kind: Kind, *, shared: bool
+    signals: Signals, kind: Kind, counted: str
 ) -> None:
     """A call that its bound refuses is one decision, and counts nowhere as a call."""
-    store, bounds = MemoryStore(), [10, 200]
-    quotas = [Quota(5, per="global")] if shared else []
-    limits: list[Limit] = [
-        ModelCallLimit(run_limit=5, thread_limit=5, quotas=quotas),
-        limit_of(100, lambda _: bounds.pop(0)),
-    ]
-    scene = await Scene(signals, [answer(60, "search")], limits, kind=kind, store=store).played()
-    models = [each.outcome for each in scene.decisions if each.call.kind == "model"]
-    assert models == [Outcome.ALLOWED, Outcome.BLOCKED]
-    assert scene.used(limits[0]) == (1, 1)
-    calls = {"model:thread:thread-1": 1, **({"model:global:": 1} if shared else {})}
-    assert counts(store) == {GLOBAL: 60, **calls}
-    assert scene.last_text() == (
-        "Token limits exceeded: global limit (60/100 tokens, the call may need 200)"
-    )
+    store, bounds = FickleStore(memory()), [10, 200]
+
+    def bound(_: object) -> int:
+        store.down = False
+        return bounds.pop(0)
+
+    quotas = [Quota(5, per="global")] * (counted != "here")
+    during = During(lambda: setattr(store, "down", counted == "in an outage"))
+    models = ModelCallLimit(run_limit=5, thread_limit=5, quotas=quotas)
+    items: list[Any] = [models, limit_of(100, bound), during]
+    options: Any = {"kind": kind, "store": store, "on_store_error": "allow"}
+    scene = await Scene(signals, [answer(60, "search")], items, **options).played()
+    outcomes = [each.outcome for each in scene.decisions if each.call.kind == "model"]
+    assert outcomes == [Outcome.ALLOWED, Outcome.BLOCKED]
+    assert scene.used(models) == (1, 1)
+    calls = {"model:global:": 1} if quotas else {}
+    assert counts(store) == {GLOBAL: 60, "model:thread:thread-1": 1, **calls}
+    refused = "Token limits exceeded: global limit (60/100 tokens, the call may need 200)"
+    assert scene.last_text() == refused
 
 
 @either

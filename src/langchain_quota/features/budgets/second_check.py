@@ -77,7 +77,8 @@ def first_check(step: Step, change: Change) -> Entries:
         for limit, scope in verdict.refused.items()
         if limit not in budgets
     }
-    keys = step.sent.keyed(step.demands[0].amounts) if step.sent else {}
+    # Of a store that did not answer, a correction charges this, too.
+    keys = step.sent.keyed(step.sent.demands[0].amounts) if step.sent else {}
     return {
         "used": {**step.result.used},
         "refused": refused,
