@@ -30,8 +30,8 @@ from langchain_quota import (
 )
 from langchain_quota.limits import Limit
 from langchain_quota.testing import ScriptedChatModel
-from tests.scene import Kind, Order, Scene, each_kind, in_order, model_limiter, orders
-from tests.telemetry import Signals, needs_inline, telling
+from tests.scene import Kind, Order, Scene, each_kind, either, in_order, model_limiter, orders
+from tests.telemetry import Signals, telling
 from tests.tokens import TOTAL, answer, asking, spent, spent_by_agent
 
 ROOMY = TokenLimit(run_limit=10**6, thread_limit=10**6)
@@ -198,10 +198,8 @@ def before_call(scene: Scene, calls: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "calls", "tokens"),
-    [("quota", 0, 3), ("quota", 2, 33), pytest.param("inline", 1, 13, marks=needs_inline)],
-)
+@either
+@pytest.mark.parametrize(("calls", "tokens"), [(0, 3), (1, 13), (2, 33)])
 async def test_a_branch_has_what_came_before_it(
     signals: Signals, kind: Kind, calls: int, tokens: int
 ) -> None:

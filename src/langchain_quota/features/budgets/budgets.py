@@ -165,7 +165,7 @@ class Budgets(Feature):
         if not step.is_second:
             charge_to = _charge_context(step.state, step.limits, step.places, step.context)
             await self._charge_others(mode, charge_to)
-        self._late.forget(step.state)
+        self._late.forget(step.state, self._answering(step.context))
         step = step.using(self._late.counts(step.state))
         if entries := self._late.of(step.state):
             step = step.saving(self.name, entries)
@@ -257,7 +257,7 @@ class Budgets(Feature):
         else:
             request = await kernel.shape_request(mode, request)
         graph = running_graph() if self._charges_all else None
-        charge = partial(self._charging.charge, context=charge_to, is_call=True)
+        charge = partial(self._charging.charge, is_call=True)
         checked = partial(self._pricing.check, agent=charge_to.call.agent)
         with own_call(checked, graph) if self._counts_use else nullcontext() as own_runs:
             try:
@@ -265,12 +265,13 @@ class Budgets(Feature):
                     response = await call(request)
             except BaseException as error:
                 runs = own_runs.runs() if own_runs else []
-                await charge(_mode_after(mode, error), runs=runs, work=work)
+                await charge(_mode_after(mode, error), charge_to, runs=runs, work=work)
                 raise
             finally:
                 memory["made"] = True
         runs = own_runs.runs() if own_runs else []
-        entries = {**await charge(mode, runs=runs, work=work), "admitted": None}
+        charge_to = charge_to._replace(answered_by=self._answering(context))
+        entries = {**await charge(mode, charge_to, runs=runs, work=work), "admitted": None}
         entries |= self._second_check.measured(request, runs)
         written[LEDGER] = merge_ledgers(written.get(LEDGER, {}), Ledger(own={self.name: entries}))
         for run in runs:
@@ -278,6 +279,11 @@ class Budgets(Feature):
                 model = next(iter(run.usage.models), "")
                 kernel.recorder.warn_of_estimate(model, kernel.created_at)
         return response
+
+    def _answering(self, context: CallContext) -> str:
+        """Return the task of a model call, if no hook of the middleware sees its answer."""
+        is_last = self._kernel.checks_inline and self._kernel.repeats_model_calls
+        return (context.task_id or "").partition("/")[0] if is_last else ""
 
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler

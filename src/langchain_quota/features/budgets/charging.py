@@ -57,6 +57,8 @@ class ChargeContext(NamedTuple):
     reserved: Mapping[str, int] = {}
     # The idempotency key of the request by which a store reserved it.
     request: str = ""
+    # The task that has an answer, if no hook learns whether the graph writes it.
+    answered_by: str = ""
 
 
 @dataclass
@@ -126,16 +128,20 @@ class UnsavedUsage:
             for scope, amounts in ((THREAD, of_thread), (RUN, of_run))
         }
 
-    def forget(self, state: State) -> None:
-        """Forget the charges that a state of the graph has."""
+    def forget(self, state: State, task: str = "") -> None:
+        """Forget the charges that a state of the graph has, and all of a branch that it left."""
         with self._lock:
             counts, names, saved = self._newest_of(state)
-            if saved in names[:-1]:
-                self._newest[_run(state)] = counts, names[names.index(saved) :]
-            elif saved in names:
-                del self._newest[_run(state)]
+            if saved in names:
+                names = names[names.index(saved) :]
+                # The graph has another task's answer, so a state without it is in another branch.
+                answers = {name.partition("/")[2] for name in names[1:]}
+                if names == (saved,) or (task and answers - {"", task}):
+                    del self._newest[_run(state)]
+                else:
+                    self._newest[_run(state)] = counts, names
 
-    def keep(self, state: State, amounts: Mapping[str, int]) -> Entries:
+    def keep(self, state: State, amounts: Mapping[str, int], answered_by: str = "") -> Entries:
         """Keep a charge until the state has it; return the counts to write."""
         with self._lock:
             counts, names, saved = self._newest_of(state)
@@ -144,7 +150,7 @@ class UnsavedUsage:
                 counts = feature_ledger(state, OWN)
                 # The model's step may have counts that the graph drops if the call fails.
                 names = names if saved in names else (saved,)
-            name, run = uuid4().hex, _run(state)
+            name, run = uuid4().hex + f"/{answered_by}" * bool(answered_by), _run(state)
             counts = {
                 "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
                 "run_spent": added([counts.get("run_spent") or {}, amounts]),
@@ -194,7 +200,7 @@ class Charging:
         total = added([*(amounts for _, amounts, _ in charged), time_spent])
         before = self.late.counts(state)
         # The charge is kept first: what follows may fail or be cancelled.
-        written = self.late.keep(state, total)
+        written = self.late.keep(state, total, context.answered_by)
         less = self._worked_inside(context, worked, work.inside if work else {})
         used = [(run, amounts) for run, amounts, _ in charged]
         answer = await self.settle(mode, settlements(context, before, used, time_spent, less))
