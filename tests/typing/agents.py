@@ -43,7 +43,6 @@ from langchain_quota import (
     with_limits,
 )
 from langchain_quota.core.decision import Outcome
-from langchain_quota.limits import Limit
 from langchain_quota.limits.call import ModelUsage
 from langchain_quota.middleware.state import QuotaState
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
@@ -61,7 +60,7 @@ class Reply(BaseModel):
 
 model = ScriptedChatModel(script=["Hello."])
 
-limits: list[Limit] = [
+limits = [  # of several kinds, without a type
     ModelCallLimit(run_limit=10, thread_limit=100, exit_behavior="finalize", near=0.9),
     ToolCallLimit("search", run_limit=5, exit_behavior="ask", grant=10, message="Search no more."),
     ConcurrencyLimit("browser", max_concurrency=2, wait=0.5),
@@ -124,7 +123,7 @@ def price(usage: ModelUsage) -> Decimal | None:
     return Decimal(usage.total_tokens) / 1000
 
 
-budgets: list[Limit] = [
+budgets = [
     TokenLimit(run_limit=100_000, tokens="input", reserve=bound),
     CostLimit(run_limit=5, exit_behavior="ask", grant="2.50", name="asks"),
     CostLimit(run_limit=0.50, thread_limit=budget, quotas=[Quota("100", per="tenant")]),

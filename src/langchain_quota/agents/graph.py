@@ -18,7 +18,8 @@ from langgraph.prebuilt import ToolNode
 from langchain_quota.agents.graph_limits import GraphLimits, running_as
 from langchain_quota.agents.quota import SharedOptions
 from langchain_quota.agents.subject_methods import SubjectMethods
-from langchain_quota.limits import Limit, check_together
+from langchain_quota.limits import check_together
+from langchain_quota.limits.options import LimitOptions
 from langchain_quota.middleware.base import check_store
 from langchain_quota.middleware.feature import Request, Response, Tool, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer_of_blocked
@@ -71,22 +72,22 @@ class GraphQuota(SubjectMethods):
 
     def __init__(
         self,
-        limits: Sequence[Limit],
+        limits: Sequence[LimitOptions],
         *,
         name: str | None = None,
         store: QuotaStore | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        check_together(limits)
-        check_store(store, limits)
-        if store is None and any(limit.thread_limit is not None for limit in limits):
+        known = check_together(limits)
+        check_store(store, known)
+        if store is None and any(limit.thread_limit is not None for limit in known):
             UserLine.of_caller().warn(
                 "GraphQuota has a thread limit and no store: the count of a thread ends with this "
                 "process. Give it store=RedisStore(), or store=MemoryStore() if that is meant"
             )
         self.store: QuotaStore = MemoryStore() if store is None else store
         shared = store is not None
-        self._limits = GraphLimits(limits, agent=name, shared=shared, store=self.store, **options)
+        self._limits = GraphLimits(known, agent=name, shared=shared, store=self.store, **options)
         self.kernel = self._limits.kernel
         vars(self)["tools"] = _OfGraph(self.tools)
         watch_root_runs()

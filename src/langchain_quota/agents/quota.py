@@ -25,8 +25,9 @@ from langchain_quota.features.root_runs import RootRuns
 from langchain_quota.features.run_telemetry import RunHistograms, Unchecked
 from langchain_quota.features.setup_checks import CountWarnings, DeepAgents, MisspelledTools
 from langchain_quota.features.waiting import Waiting
-from langchain_quota.limits import Limit, check_together
+from langchain_quota.limits import check_together
 from langchain_quota.limits.budgets import Price, Prices, UnknownPrice
+from langchain_quota.limits.options import LimitOptions
 from langchain_quota.middleware.base import (
     ContextT,
     LimitMiddleware,
@@ -168,7 +169,7 @@ class QuotaMiddleware(
 
     def __init__(  # noqa: PLR0913 - keyword-only settings with defaults
         self,
-        limits: Sequence[Limit],
+        limits: Sequence[LimitOptions],
         *,
         tell_model: bool = False,
         hide_exhausted: bool = False,
@@ -182,9 +183,9 @@ class QuotaMiddleware(
         stream_events: bool = False,
         telemetry: Telemetry | None = None,
     ) -> None:
-        check_together(limits)
+        known = check_together(limits)
         validate_choice("on_store_error", on_store_error, ("block", "allow"))
-        check_store(store, limits)
+        check_store(store, known)
         if store is None and on_store_error != "block":
             raise ValueError(
                 f"on_store_error={on_store_error!r} needs a store: add store=RedisStore(), or "
@@ -194,7 +195,7 @@ class QuotaMiddleware(
         validate_switch("hide_exhausted", hide_exhausted)
         validate_switch("stream_events", stream_events)
         super().__init__(
-            tuple(limits),
+            known,
             telemetry=telemetry,
             store=store,
             on_store_error=on_store_error,
@@ -210,10 +211,10 @@ class QuotaMiddleware(
             ),
             why_nobody_is_asked=self.why_nobody_is_asked,
             checks_inline=self.checks_inline,
-            counts_models="admitted" if any("model" in limit.kinds for limit in limits) else None,
+            counts_models="admitted" if any("model" in limit.kinds for limit in known) else None,
         )
         self.remove_hooks(_unneeded(self.kernel, self.feature_kinds))
-        needs_key = any("model" in limit.kinds and limit.unit == "calls" for limit in limits)
+        needs_key = any("model" in limit.kinds and limit.unit == "calls" for limit in known)
         if is_own(type(self)) and not needs_key:
             # LangGraph copies the channel of each key at each step.
             schema: Any = ToolQuotaState

@@ -11,6 +11,7 @@ from langchain_quota.limits.calls import (
     RepeatLimit,
     ToolCallLimit,
 )
+from langchain_quota.limits.options import LimitOptions
 from langchain_quota.limits.quotas import Quota
 from langchain_quota.runtime.arguments import short_repr
 
@@ -23,7 +24,7 @@ Limit = (
     | RepeatLimit
     | TimeLimit
 )
-"""A limit of one of the kinds: for the type of a list of several kinds."""
+"""A limit of one of the kinds."""
 
 
 def is_dynamic(limit: Limit) -> bool:
@@ -56,8 +57,8 @@ def choose_quota(limit: Limit, name: str | None, subject: Mapping[str, object]) 
     raise ValueError(f"limit {limit.name!r} needs {expected}; given: {shown}")
 
 
-def check_together(limits: Sequence[Limit]) -> None:
-    """Check that limits can be used together."""
+def check_together(limits: Sequence[LimitOptions]) -> tuple[Limit, ...]:
+    """Check that limits can be used together, and return them by their kinds."""
     argument: object = limits
     is_list = isinstance(argument, Sequence) and not isinstance(argument, str)
     wrong = [limit for limit in limits if not isinstance(limit, Limit)] if is_list else [argument]
@@ -71,9 +72,11 @@ def check_together(limits: Sequence[Limit]) -> None:
             "limits must be a sequence of limits, such as [ToolCallLimit(…)], not "
             f"{short_repr(wrong[0])}{remedy}"
         )
-    if not limits:
+    # Nothing is left out: type checkers now know the kinds.
+    known = tuple(limit for limit in limits if isinstance(limit, Limit))
+    if not known:
         raise ValueError("limits must have at least one limit, such as ToolCallLimit(…)")
-    for name, count in Counter(limit.name for limit in limits).items():
+    for name, count in Counter(limit.name for limit in known).items():
         if count > 1:
             raise ValueError(
                 f"{count} limits are named {name!r}: of two numbers for the same calls only the "
@@ -81,7 +84,7 @@ def check_together(limits: Sequence[Limit]) -> None:
             )
     # What a window leaves depends on the limit, and raises all limits on the count.
     shared: dict[object, Quota] = {}
-    for limit in limits:
+    for limit in known:
         for quota in limit.quotas:
             count_of = limit.counter, quota.dimension, quota.period, quota.smooth
             other = shared.setdefault(count_of, quota)
@@ -92,3 +95,4 @@ def check_together(limits: Sequence[Limit]) -> None:
                     f"and another one on its count {other.rollover!r}: give both the same limit "
                     "and rollover, or another window"
                 )
+    return known

@@ -59,7 +59,7 @@ UNITS = MappingProxyType[str, Unit](
 BUDGETS = tuple(counter for counter, unit in UNITS.items() if unit != "calls")
 """The counters of budgets: tokens, money and time."""
 
-Amount = TypeVar("Amount")
+Amount = TypeVar("Amount", covariant=True)  # noqa: PLC0105 - signatures show it to users
 """A number in the unit of a limit: whole calls or tokens, or US dollars."""
 Most: TypeAlias = Amount | Callable[[Any, Any], Amount | Awaitable[Amount | None] | None] | None
 """An amount, none, or a function of the agent's state and runtime that gives either."""
