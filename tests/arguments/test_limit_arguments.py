@@ -32,6 +32,7 @@ from langchain_quota import (
     TimeLimit,
     TokenLimit,
     ToolCallLimit,
+    metrics_app,
 )
 from langchain_quota.testing import ScriptedChatModel
 
@@ -78,7 +79,7 @@ SMALL = Quota(9, per="user_id", window="1d", smooth=True, burst=2)
 IN_DOLLARS: dict[str, Any] = {"quotas": [Quota("1.50", per="global")]}
 CHEAP = ScriptedChatModel(script=[])
 KEEP, AMOUNTS = {"keep": 1}, (*NUMBERS, "reserve", "keep")
-WHOLE = "must be a whole number or None, not"
+WHOLE = "must be a whole number, not"
 DAY, SECOND, WAITS = timedelta(days=1), timedelta(seconds=1), {"wait": 5}
 TWO = {"quotas": [Quota(5, per="team"), Quota(9, per="team")]}
 TOO_MUCH = "9000000.000000001"
@@ -209,7 +210,8 @@ OF_TOKENS: Rows = [
 # A price may be finer than what is counted, and is exact.
 OF_PRICES: Rows = [
     (ValueError, "cache_read must be from 0 to 9,000,000 dollars", {"cache_read": math.nan}),
-    (ValueError, "output must be from 0 to", {"input": None, "output": "-1"}),
+    (ValueError, "output must be from 0 to", {"output": "-1"}),
+    (TypeError, "input must be dollars, such as 0.50, not None", {"input": None}),
     (ValueError, "reasoning must be dollars in digits", {"reasoning": "a lot"}),
 ]
 OF_REPEATS: Rows = [
@@ -471,6 +473,8 @@ ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (RepeatLimit, (), {}, "argument: 'run_limit': write RepeatLimit(3)"),
     (RepeatLimit, (0,), {}, "must be 1 or more, not 0: write 1 to block every repetition"),
     (ConcurrencyLimit, (), {"limit": 2}, "(did you mean max_concurrency?): write Concurrency"),
+    (metrics_app, ("/metrics",), {}, "registry must be a CollectorRegistry, not '/metrics'"),
+    (GraphQuota, ([SEARCH],), {"name": 5}, "name must be a string or None, not 5"),
     (Price, (), {"prompt": 1, "output": 2}, "'prompt' (did you mean input?): write Price(input="),
     (Quota, (), {"timezone": "UTC"}, f"'timezone' (did you mean tz?): {MONTHLY}"),
     (Quota, (5,), {"per": "team", "window": 60}, 'or None, not 60: write "60s"'),

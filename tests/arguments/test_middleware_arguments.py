@@ -228,15 +228,14 @@ def test_limits_on_one_count(make: Any, quotas: Any) -> None:
 KEY = "search:user_id:ada"
 PREFIX = "prefix must match [A-Za-z0-9_.-]{1,64}, not"
 IDLE = "idle_ttl must be a second or more"
-NO_DURATION = "idle_ttl must be a timedelta, not 60"
+NO_DURATION, KEYS = "idle_ttl must be a timedelta, not 60", "max_keys must be a whole"
 
 MADE: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
     (MemoryStore, {"max_keys": 0}, ValueError, "max_keys must be 1 or more, not 0"),
-    (MemoryStore, {"max_keys": 1.5}, TypeError, "max_keys must be a whole number, not 1.5"),
-    (MemoryStore, {"max_keys": True}, TypeError, "max_keys must be a whole number, not True"),
-    (MemoryStore, {"idle_ttl": 60}, TypeError, NO_DURATION),
+    *((MemoryStore, {"max_keys": x}, TypeError, f"{KEYS} number, not {x}") for x in (1.5, True)),
+    (MemoryStore, {"clock": 5}, TypeError, "clock must be a function that returns seconds, not 5"),
     (MemoryStore, {"idle_ttl": timedelta(seconds=0.5)}, ValueError, IDLE),
-    (RedisStore, {"idle_ttl": 60}, TypeError, NO_DURATION),
+    *((kind, {"idle_ttl": 60}, TypeError, NO_DURATION) for kind in (MemoryStore, RedisStore)),
     (RedisStore, {"idle_ttl": timedelta(0)}, ValueError, IDLE),
     (RedisStore, {"source": 5}, TypeError, "source must be a URL"),
     (RedisStore, {"source": b"redis://"}, TypeError, "not a bytes"),

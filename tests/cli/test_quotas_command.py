@@ -389,7 +389,7 @@ def test_no_store(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
         (["--store", "127.0.0.1:6379"], "--store must be redis://, rediss://"),
         (["--store", "redis://127.0.0.1/x"], "the URL of Redis must be"),
         (["--store", "redis://127.0.0.1", "--prefix", "a b"], "prefix must match"),
-        ([], "LANGCHAIN_QUOTA_REDIS_URL is not set"),
+        ([], "or set LANGCHAIN_QUOTA_STORE or LANGCHAIN_QUOTA_REDIS_URL"),
     ):
         for action in (["show"], ["reset", "--yes"]):
             assert main(["quotas", *action, *arguments]) == 2

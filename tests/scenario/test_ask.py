@@ -201,7 +201,7 @@ async def test_how_long_it_lasts(signals: Signals) -> None:
         (answer("respond", message="hm"), "it must be"),
         (answer("edit", edited_action={"name": "raise_limits", "args": {}}), "it must be"),
         (amount(-1), '"amount" must be 0 or more, not -1'),
-        (amount(1.5), '"amount" must be a whole number or None, not 1.5'),
+        (amount(1.5), '"amount" must be a whole number, not 1.5'),
         (amount(True), "not True"),
         (amount("2"), "not '2': write 2"),
         (amount(9 * 10**15 + 1), '"amount" must be at most 9000000000000000, not'),

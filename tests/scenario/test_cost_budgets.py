@@ -182,7 +182,7 @@ async def test_a_prices_function_is_asked_before_and_after(signals: Signals) -> 
     [
         (lambda: 1 // 0, None, "ZeroDivisionError"),
         (lambda: Decimal(-1), "0.25", "must be from 0 to"),
-        (lambda: "0.5", lambda _: "0.25", "must give a Decimal or float"),
+        (lambda: "0.5", lambda _: "0.25", "must give a number of dollars"),
         (lambda: None, None, "what answered has no price"),
     ],
     ids=["raises", "negative", "text", "unknown"],
@@ -194,7 +194,7 @@ async def test_a_model_whose_price_fails_is_called_once(
     works: list[bool] = []
 
     def prices(used: ModelUsage) -> Any:
-        return a_dollar_a_token(used) if works or not used.total_tokens else gives()
+        return used.total_tokens if works or not used.total_tokens else gives()
 
     limit = CostLimit(thread_limit=100, reserve=held)
     scene = await Scene(signals, [answer(5), answer(2)], [limit], prices=prices).played()

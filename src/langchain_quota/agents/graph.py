@@ -24,7 +24,7 @@ from langchain_quota.middleware.base import check_store
 from langchain_quota.middleware.feature import Request, Response, Tool, ToolAnswer, ToolHandler
 from langchain_quota.middleware.history import answer_of_blocked
 from langchain_quota.middleware.root_run import watch_root_runs
-from langchain_quota.runtime.arguments import UserLine
+from langchain_quota.runtime.arguments import UserLine, validate_type
 from langchain_quota.runtime.sync_async import Mode, as_async, call_variant, run_sync
 from langchain_quota.stores import QuotaStore
 from langchain_quota.stores.memory import MemoryStore
@@ -79,6 +79,7 @@ class GraphQuota(SubjectMethods):
         **options: Unpack[SharedOptions],
     ) -> None:
         known = check_together(limits)
+        validate_type("name", name, str | None, "a string or None")
         check_store(store, known)
         if store is None and any(limit.thread_limit is not None for limit in known):
             UserLine.of_caller().warn(

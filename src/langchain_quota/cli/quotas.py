@@ -26,6 +26,7 @@ from langchain_quota.stores.grants import Grant, calls_of, in_utc
 from langchain_quota.stores.keys import DEFAULT_NAMES, CountKey, as_shown, parsed
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
+from langchain_quota.stores.redis_clients import URL_VARIABLE
 
 Store = RedisStore | PostgresStore
 _OF_REDIS = ("redis://", "rediss://", "unix://")
@@ -45,6 +46,11 @@ def run(arguments: Namespace) -> int:
         fault = "--store has a password, which others on this machine can see"
         raise CommandError(f"{fault}: set {STORE_VARIABLE} instead")
     url = arguments.store or os.environ.get(STORE_VARIABLE) or None
+    if url is None and not os.environ.get(URL_VARIABLE):
+        raise CommandError(
+            "no server was given: pass --store, such as redis://127.0.0.1:6379/0 or postgresql://…,"
+            f" or set {STORE_VARIABLE} or {URL_VARIABLE}"
+        )
     in_postgres = str(url).startswith(("postgres://", "postgresql://"))
     scheme = re.match("[a-zA-Z]+://", url or "")
     if url and not in_postgres and (not scheme or scheme[0] not in _OF_REDIS):

@@ -1,7 +1,7 @@
 """Budgets: limits on tokens, on US dollars and on time; and the prices of tokens."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, get_args
 
@@ -358,5 +358,6 @@ class Price:
     def __post_init__(self) -> None:
         for price in fields(self):
             value = getattr(self, price.name)
-            if value is not None:
+            # Only a price with a default may be left out.
+            if value is not None or price.default is MISSING:
                 parse_dollars(price.name, value)

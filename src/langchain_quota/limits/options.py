@@ -258,7 +258,7 @@ def whole_amount(unit: Unit, argument: str, value: Any) -> int:
         return parse_nanodollars(argument, value)
     if unit == "milliseconds":
         return parse_milliseconds(argument, value)
-    validate_count(argument, value)
+    validate_count(argument, value, what="a whole number")
     return int(value)
 
 

@@ -74,6 +74,7 @@ def _is_outdated(file: Path) -> bool:
 
 def resolve_registry(registry: CollectorRegistry) -> CollectorRegistry:
     """Return the registry to serve: in multi-process mode one with the metrics of all workers."""
+    validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
     directory = shared_directory()
     if directory is None:
         return registry
@@ -340,6 +341,7 @@ def metrics_app(registry: CollectorRegistry = REGISTRY) -> Callable[..., Any]:
         registry: The metrics.
 
     Raises:
+        TypeError: `registry` is no registry.
         ValueError: In multi-process mode, if the directory does not exist.
 
     Examples:

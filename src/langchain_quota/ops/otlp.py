@@ -48,7 +48,6 @@ class MetricsExport:
         seconds = parse_milliseconds("every", every) / 1000
         if not seconds:
             raise ValueError(f"every must be above 0, not {every!r}")
-        validate_type("registry", registry, CollectorRegistry, "a CollectorRegistry")
         self._exporter, self._registry = exporter, resolve_registry(registry)
         instance = Resource({"service.instance.id": str(uuid4())})
         self._resource = instance.merge(Resource.create())

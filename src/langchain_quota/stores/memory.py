@@ -14,7 +14,7 @@ from langchain_quota.core.admission import (
     CountRef,
     admit,
 )
-from langchain_quota.runtime.arguments import validate_count
+from langchain_quota.runtime.arguments import validate_count, validate_type
 from langchain_quota.runtime.expiring_dict import ExpiringDict
 from langchain_quota.runtime.store_errors import QuotaStoreError
 from langchain_quota.runtime.sync_async import T, fork_safe_lock
@@ -382,6 +382,7 @@ class MemoryStore(SupportsGrants):
         clock: Callable[[], float] = time.time,
     ) -> None:
         validate_count("max_keys", max_keys, least=1, what="a whole number")
+        validate_type("clock", clock, Callable, "a function that returns seconds")
         self._idle = idle_seconds(idle_ttl)
         self._tables = Tables(max_keys, self._idle)
         self.clock = clock

@@ -79,8 +79,8 @@ def priced(usage: ModelUsage, prices: Prices) -> Decimal:
         raise unknown from error
     if dollars is None:
         raise unknown
-    if not isinstance(dollars, Decimal | float):
-        raise TypeError(f"prices must give a Decimal or float of dollars, or None, not {dollars!r}")
+    if not isinstance(dollars, Decimal | float | int):
+        raise TypeError(f"prices must give a number of dollars, or None, not {dollars!r}")
     return parse_dollars("what prices gives", dollars)
 
 
