@@ -82,9 +82,9 @@ async def test_an_error_is_its_callers(store: RedisStore, redis_server: RedisSer
     with redis_server.client() as client:
         client.set(f"{{{store.prefix}}}:count:odd", "no count")
     results = await asyncio.gather(*asking(store, "a", "b", "odd", "c"), return_exceptions=True)
-    failed = results.pop(2)
-    assert isinstance(failed, QuotaStoreError)
+    assert isinstance(failed := results.pop(2), QuotaStoreError)
     assert "WRONGTYPE" in str(failed)
+    assert str(failed).endswith("under its prefix: `langchain-quota quotas show` names it")
     assert all(isinstance(each, AcquireResult) for each in results)
 
 

@@ -133,8 +133,12 @@ class Clients(Server, ABC):
             rights = "eval +evalsha +time +get +set +del +exists +hget +hgetall +hset +hmget +hdel"
             rights += " +hlen +expireat"
             return (f"its user needs ~{{prefix}}:* +{rights}, and to list counts +scan",)
-        lost = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
-        return ("check that Redis runs there and that the URL is right",) if lost else ()
+        remedy = ""
+        if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+            remedy = "check that Redis runs there and that the URL is right"
+        elif "WRONGTYPE" in str(error):
+            remedy = "others wrote a key under its prefix: `langchain-quota quotas show` names it"
+        return (remedy,) if remedy else ()
 
 
 class _UserClients(Clients):
