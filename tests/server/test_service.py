@@ -316,10 +316,7 @@ BAD_REQUESTS: list[dict[str, Any]] = [
 
 
 def test_a_bad_request(service: Service) -> None:
-    """What is no question of a user on a thread is answered with 422, a huge body with 413.
-
-    Metrics have nothing of it.
-    """
+    """What is no question is answered with 422, a huge body with 413; metrics count neither."""
     for path in ("messages", "messages/stream"):
         for wrong in BAD_REQUESTS:
             request = {"json": {"text": "!"}, "headers": USER, **wrong}
