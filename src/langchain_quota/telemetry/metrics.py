@@ -93,7 +93,7 @@ class Metrics:
                 else:
                     _ = self._charges[agent, name, NONE, Outcome.ALLOWED]
                     _ = self._counters[names.RUNS_ENDED.name][agent, name]
-                if limit.wait is not None:
+                if getattr(limit, "wait", None) is not None:
                     self._gauges[names.WAITING.name].labels(agent, name)
                 if isinstance(limit, TokenLimit) and limit.call_limit is not None:
                     _ = self._refusals[agent, name, CALL, Outcome.BLOCKED]
