@@ -341,14 +341,15 @@ async def test_a_start_that_comes_too_late(exits: Any, signals: Signals, clock: 
 
 
 @pytest.mark.parametrize("again", ["here", "in another process"])
-async def test_a_start_that_is_cancelled(again: str, signals: Signals, clock: Passing) -> None:
+@pytest.mark.parametrize("kind", ["quota", "graph"])
+async def test_a_cancelled_start(kind: Kind, again: str, signals: Signals, clock: Passing) -> None:
     """It is refunded; if the run is resumed, wherever, it is charged again, once."""
     clock.may.clear()
     store = MemoryStore(clock=clock)
     smooth = Quota(60, per="global", window="1m", smooth=True)
     daily = Quota(9, per="global", window="1d", name="daily")
     limit = ToolCallLimit("search", quotas=[smooth, daily], wait=5)
-    options: Any = {"store": store, "checkpointer": InMemorySaver()}
+    options: Any = {"kind": kind, "store": store, "checkpointer": InMemorySaver()}
     first, other = (Scene(signals, asking(*["search"] * 3), [limit], **options) for _ in "ab")
 
     def used() -> list[int]:
@@ -361,8 +362,7 @@ async def test_a_start_that_is_cancelled(again: str, signals: Signals, clock: Pa
     await asyncio.wait([task])
     assert used() == [1]
     clock.may.set()
-    scene = first if again == "here" else other
-    await scene.go_on()
+    await (first if again == "here" else other).go_on()
     assert len(first.ran + other.ran) >= 3
     assert used() == [3]
     spans = [each for each in signals.decision_spans() if each.events]

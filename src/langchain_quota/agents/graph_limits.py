@@ -19,7 +19,9 @@ from langchain_quota.agents.inline import InlineQuotaMiddleware, InlineState, ma
 from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.core.stops import STOP, StopReason
 from langchain_quota.features.run_telemetry import RunHistograms
+from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit
+from langchain_quota.limits.calls import ConcurrencyLimit
 from langchain_quota.middleware.base import begin_run
 from langchain_quota.middleware.calls import Step, Update
 from langchain_quota.middleware.conclude import end_again
@@ -41,7 +43,8 @@ _CallName = tuple[str | None, str | None, str]
 """The ids of a message and of a call in it, and the name of the tool."""
 
 _MARK = "langchain_quota"
-"""The key in a message's `response_metadata` of the answers to its calls that are blocked."""
+"""The key in a message's `response_metadata` of the answers to its calls that are blocked, and of
+what their check has written, if they wait."""
 _TAKEN: _Answer = ("\0", None)
 """Marks a call that a task runs: another task with the same call is checked."""
 _MAX_RUNS = 10_000
@@ -153,6 +156,7 @@ class GraphLimits(QuotaMiddleware):
         asking = {limit.kind for limit in limits if limit.exit_behavior == "ask"}
         self.asks, self._asks_at_tools = bool(asking), bool(asking - {"model"})
         assert self.kernel.store is not None  # noqa: S101 - for the type checker
+        self._has_slots = any(isinstance(limit, ConcurrencyLimit) for limit in limits)
         is_needed = self.kernel.on_store_error == "block"
         self.sequence = StoreSequence(self.kernel.store, is_needed=is_needed)
         self._runs: OrderedDict[str, _Run] = OrderedDict()
@@ -199,11 +203,17 @@ class GraphLimits(QuotaMiddleware):
                 return final or answer
             decided = _decided(answer, blocked)
             run.decided |= decided
+            mark: dict[str, Any] = {"blocked": blocked} if blocked else {}
             if self._is_shared:
-                await self.sequence.note(mode, "checked", digest(run.root, as_json(decided)))
-            if not blocked:
+                written = self._checks((run.name, answer.id)).get("written", Ledger())
+                own = written.get("own", {})
+                if "batch" in written and (self._has_slots or Waiting.name in own):
+                    # Another process may have to delay or refund the calls.
+                    mark["written"] = Ledger(batch=written["batch"], own=own)
+                await self.sequence.note(mode, "checked", _digest(run, decided, mark))
+            if not mark:
                 return answer
-            marked = {**answer.response_metadata, _MARK: {"blocked": blocked}}
+            marked = {**answer.response_metadata, _MARK: mark}
             return answer.model_copy(update={"response_metadata": marked})
 
     async def check_tools(
@@ -252,12 +262,15 @@ class GraphLimits(QuotaMiddleware):
 
     async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
         """Read another process's decisions from a message, if the store confirms them."""
-        mark = message.response_metadata.get(_MARK, {"blocked": {}})
-        if self._is_shared and isinstance(mark, dict) and isinstance(mark.get("blocked"), dict):
-            decided = _decided(message, mark["blocked"])
-            name = digest(run.root, as_json(decided))
+        mark = message.response_metadata.get(_MARK, {})
+        blocked = mark.get("blocked", {}) if isinstance(mark, dict) else None
+        if self._is_shared and isinstance(blocked, dict):
+            decided = _decided(message, blocked)
+            name = _digest(run, decided, mark)
             if await self.sequence.read(mode, "checked", name) is not None:
                 run.decided = {**decided, **run.decided}
+                if "written" in mark:
+                    self._checks((run.name, message.id))["written"] = mark["written"]
 
     async def _check(
         self, mode: Mode, run: _Run, state: State, work: str
@@ -322,6 +335,11 @@ def running_as(agent: str | None, config: RunnableConfig | None = None) -> Itera
         yield merged
     finally:
         var_child_runnable_config.reset(token)
+
+
+def _digest(run: _Run, decided: Mapping[_CallName, _Answer | None], mark: Mapping[str, Any]) -> str:
+    """Return the name under which the store confirms what a message's mark says."""
+    return digest(run.root, as_json(decided), as_json({"written": mark.get("written")}))
 
 
 def _decided(
