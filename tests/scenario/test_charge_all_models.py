@@ -127,14 +127,14 @@ async def test_a_run_that_fails(signals: Signals) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 async def test_a_run_that_is_resumed(*, nested: bool, signals: Signals) -> None:
-    """What a tool's models use before and after an interrupt is charged, also behind a failure."""
+    """What a tool's models use between interrupts is charged, though a run ends in the tool."""
     model = always(10)
 
     async def human() -> str:
-        await model.ainvoke("Hi!")
-        found = interrupt("May I?")
-        await model.ainvoke("Hi!")
-        return str(found)
+        for question in ("May I?", "Sure?"):
+            await model.ainvoke("Hi!")
+            interrupt(question)
+        return str(await model.ainvoke("Hi!"))
 
     steps, asks = [answer(5, "human"), answer(3)], tool("human", str, human)
     options: Any = {"limit": TokenLimit(run_limit=MANY), "checkpointer": True} if nested else {}
@@ -143,9 +143,10 @@ async def test_a_run_that_is_resumed(*, nested: bool, signals: Signals) -> None:
         child = delegate(scene.agent, "child")
         scene = charged(signals, [answer(1, "child"), answer(1)], child)
     await scene.play()
-    await scene.resume("Yes.")
+    for _ in range(2):
+        await scene.resume("Yes.")
     # The tool runs from its beginning again.
-    total = 8 + 3 * 10 + 2 * nested
+    total = 8 + (1 + 2 + 3) * 10 + 2 * nested
     assert spent(scene) == (total, total)
 
 

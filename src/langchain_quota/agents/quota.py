@@ -304,7 +304,7 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
     of_kind = {"model": "before_model", "tool": "after_model"}
     needed = {of_kind[kind] for kind in kernel.kinds}
     needed.update(*(kind.needed_hooks(kernel.limits) for kind in kinds))
-    has_node = "after_model" in needed
+    has_node, charges_all = "after_model" in needed, kernel.options.get("charge_all_models", False)
     around_model: list[object] = [
         *(kernel.shape_request_hooks, kernel.around_model_hooks),
         kernel.checks_inline,
@@ -314,7 +314,7 @@ def _unneeded(kernel: Kernel, kinds: Sequence[type[Feature]]) -> tuple[str, ...]
     ]
     needs = {
         "wrap_model_call": any(around_model),
-        "wrap_tool_call": kernel.store is not None and has_node,
+        "wrap_tool_call": (kernel.store is not None and has_node) or charges_all,
         "after_agent": bool(kernel.end_run_hooks),
     }
     needed.update(hook for hook, is_needed in needs.items() if is_needed)

@@ -288,14 +288,22 @@ class Budgets(Feature):
     async def around_tool(
         self, mode: Mode, request: ToolCallRequest, call: ToolHandler
     ) -> ToolAnswer:
-        """Charge the time that a tool call works."""
+        """Charge the time that a tool call works, and have what models in it use charged."""
         state: Any = request.state
-        if not self._counts_time or not isinstance(state, Mapping):
+        graph = running_graph() if self._charges_all else None
+        # A resumed run may stop in its tools, before another hook knows whom to charge.
+        is_resumed = graph is not None and graph.charge is None
+        if not (self._counts_time or is_resumed) or not isinstance(state, Mapping):
             return await call(request)
         runtime = running_runtime()
         limits, places = await self._kernel.resolve_limits(mode, "model", state, runtime)
+        charge_to = _charge_context(state, limits, places, model_context(state, runtime))
+        if is_resumed:
+            await self._charge_others(mode, charge_to)
+        if not self._counts_time:
+            return await call(request)
         of_time = [budget for budget in limits.budgets if budget.limit.counter == MILLISECONDS]
-        charge_to = _charge_context(state, LimitSet(of_time), places, model_context(state, runtime))
+        charge_to = charge_to._replace(limits=LimitSet(of_time))
         try:
             with self._stopwatch.measured(state) as work:
                 answered = await call(request)
