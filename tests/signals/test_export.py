@@ -133,28 +133,28 @@ async def test_a_collector_receives_what_metrics_shows(collector: Collector) -> 
 
 
 JOB = """
-import asyncio, sys
+import asyncio, multiprocessing, os, sys
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from prometheus_client import REGISTRY, generate_latest
 from langchain_quota import ToolCallLimit, export_metrics
 from tests.scene import Scene, asking
 from tests.telemetry import telling
-from tests.web import Request, serving
-export_metrics(OTLPMetricExporter(sys.argv[1]))
-scene = Scene(telling(registry=REGISTRY), asking("search"), [ToolCallLimit("search", run_limit=3)])
-asyncio.run(scene.play())
-import os
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-print("\\n".join(line for line in generate_latest().decode().splitlines() if "quota" in line))
+def job():
+    export_metrics(OTLPMetricExporter(sys.argv[1]))
+    limits = [ToolCallLimit("search", run_limit=3)]
+    asyncio.run(Scene(telling(registry=REGISTRY), asking("search"), limits).play())
+    os.wait() if os.fork() else sys.exit()
+    print("\\n".join(line for line in generate_latest().decode().splitlines() if "quota" in line))
+process = multiprocessing.get_context("fork").Process(target=job)
+process.start() if sys.argv[2] == "worker" else process.run()
 """
 
 
-def test_a_job_that_ends_at_once_is_seen(collector: Collector) -> None:
+@pytest.mark.parametrize("kind", ["program", "worker"])
+def test_a_job_that_ends_at_once_is_seen(collector: Collector, kind: str) -> None:
     """Its counts arrive once, when it exits, under its service; a forked child exports nothing."""
     env = os.environ | {"OTEL_SERVICE_NAME": "nightly"}
-    done = run_python(JOB, collector.url, env=env, cwd=ROOT)
+    done = run_python(JOB, collector.url, kind, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     [_] = collector.requests
     found = {key: value for key, value in collector.samples().items() if "quota" in key[0]}

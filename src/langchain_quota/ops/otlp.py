@@ -5,6 +5,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -56,6 +57,8 @@ class MetricsExport:
         self._lock = Lock()  # exporters need not be safe for several threads
         Thread(target=self._run, args=(seconds,), daemon=True).start()
         atexit.register(self.shutdown)
+        # A child that multiprocessing forked ends without what is registered with atexit.
+        self._at_end = Finalize(None, self.shutdown, exitpriority=0)
 
     def flush(self) -> None:
         """Export the metrics now, and wait until they are sent; failures are only logged.
@@ -70,6 +73,7 @@ class MetricsExport:
     def shutdown(self) -> None:
         """Export the metrics for the last time, and shut the exporter down."""
         atexit.unregister(self.shutdown)
+        self._at_end.cancel()
         self.flush()
         if self._pid == os.getpid():
             with self._lock:
