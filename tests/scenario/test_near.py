@@ -223,21 +223,21 @@ async def test_an_outage(signals: Signals) -> None:
 
 
 @pytest.mark.rest
-def test_the_process_ends() -> None:
+@pytest.mark.parametrize("where", ["run", "start"], ids=["here", "in a child"])
+def test_the_process_ends(where: str) -> None:
     """A process that ends waits for what was told last, but not for a function that hangs."""
     program = """
-import threading, time
+import multiprocessing, threading, time
 from langchain.agents import create_agent
 from langchain_quota import QuotaMiddleware, ModelCallLimit
 from langchain_quota.testing import ScriptedChatModel
-
 def tell(event):
     time.sleep(0.2)
     print("told", event["used"], flush=True)
     threading.Event().wait()
-
-quota = QuotaMiddleware([ModelCallLimit(run_limit=1)], on_near=tell)
-agent = create_agent(ScriptedChatModel(script=["Hello."]), middleware=[quota])
-agent.invoke({"messages": [("user", "hi")]})
+def job():
+    told = [QuotaMiddleware([ModelCallLimit(run_limit=1)], on_near=tell)]
+    create_agent(ScriptedChatModel(script=["Hello."]), middleware=told).invoke({"messages": "hi"})
+process = multiprocessing.get_context("fork").Process(target=job)
 """
-    assert run_python(program).stdout == "told 1\n"
+    assert run_python(f"{program}process.{where}()").stdout == "told 1\n"

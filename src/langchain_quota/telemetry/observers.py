@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from logging import Handler, LogRecord, makeLogRecord
 from logging.handlers import RotatingFileHandler
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from os import SEEK_END, PathLike
 from pathlib import Path
 from queue import Queue
@@ -195,6 +197,9 @@ class NearObserver:
                 self._worker = Thread(target=self._work, args=(self._waiting,), daemon=True)
                 self._worker.start()
                 atexit.register(_finish, self._waiting)
+                if parent_process() is not None:
+                    # A child that multiprocessing forked ends without what atexit would call.
+                    Finalize(None, _finish, (self._waiting,), exitpriority=0)
             self._waiting.put_nowait(event)
 
     def _work(self, waiting: Queue[QuotaEvent]) -> None:
