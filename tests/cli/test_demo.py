@@ -199,7 +199,7 @@ def test_wrong_values(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
     [
-        ("quotas show", "redis", "redis"),
+        ("quotas show --store redis://127.0.0.1", "redis", "redis"),
         ("quotas show --store postgresql://127.0.0.1", "psycopg", "postgres"),
     ],
 )
