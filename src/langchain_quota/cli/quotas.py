@@ -26,7 +26,7 @@ from langchain_quota.stores.grants import Grant, calls_of, in_utc
 from langchain_quota.stores.keys import DEFAULT_NAMES, CountKey, as_shown, parsed
 from langchain_quota.stores.postgres import PostgresStore
 from langchain_quota.stores.redis import RedisStore
-from langchain_quota.stores.redis_clients import URL_VARIABLE
+from langchain_quota.stores.server import URL_VARIABLE
 
 Store = RedisStore | PostgresStore
 _OF_REDIS = ("redis://", "rediss://", "unix://")

@@ -27,10 +27,7 @@ from langchain_quota.runtime.store_errors import UNREADABLE
 from langchain_quota.runtime.sync_async import PerLoop, current_mode
 from langchain_quota.stores.grants import logger
 from langchain_quota.stores.redis_script import Script
-from langchain_quota.stores.server import Server
-
-URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
-"""The environment variable with the URL of the server."""
+from langchain_quota.stores.server import URL_VARIABLE, Server
 
 PASSWORD_VARIABLE = "LANGCHAIN_QUOTA_REDIS_PASSWORD"  # noqa: S105 - its name
 """The environment variable with the password of a URL that has none."""

@@ -23,6 +23,9 @@ from langchain_quota.stores.keys import Prefix, check_prefix, keys_of, prefix_of
 PREFIX = "langchain_quota"
 """What all keys begin with, by default."""
 
+URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
+"""The environment variable with the URL of Redis."""
+
 _REASON, _SHORT = 300, 4
 """How much of a client's error is shown, which may quote a reply; how long a secret is at least."""
 
