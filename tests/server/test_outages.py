@@ -15,6 +15,7 @@ from blockbuster import blockbuster_ctx
 
 from langchain_quota import ModelCallLimit, PostgresStore, Quota, TokenLimit, ToolCallLimit
 from langchain_quota.errors import EventLoopBlockedError, QuotaStoreError
+from langchain_quota.runtime.sync_async import run_sync
 from langchain_quota.stores.redis import RedisStore
 from tests.forked import ROOT, calling, run_python
 from tests.scene import ANN, Form, Scene, asking, both_forms, texts, tool_limiter
@@ -238,8 +239,15 @@ def losing(url: str, prefix: str, pid: int, form: Form) -> Scene:
 
 async def lose(url: str, prefix: str, pid: str) -> None:
     """Lose a reply, and end; the server goes on meanwhile."""
-    await losing(url, prefix, int(pid), "sync").play()
+    # In a thread, where no event loop takes it back when it ends.
+    await asyncio.to_thread(run_sync, losing(url, prefix, int(pid), "sync").play())
     os.kill(int(pid), signal.SIGCONT)
+
+
+IN_A_CHILD = f"""import asyncio, multiprocessing, sys; from {__name__} import lose
+def job(): asyncio.run(lose(*sys.argv[1:]))
+multiprocessing.get_context("fork").Process(target=job).start()
+"""
 
 
 class TestLostReplies:
@@ -262,9 +270,10 @@ class TestLostReplies:
             asyncio.run(run())
             assert charged(0)
 
-    def test_a_process_that_ends(self, durable: RedisServer) -> None:
+    @pytest.mark.parametrize("program", [calling(lose), IN_A_CHILD], ids=["here", "in a child"])
+    def test_a_process_that_ends(self, durable: RedisServer, program: str) -> None:
         """A process whose last reply was lost takes the charge back before it ends."""
-        done = run_python(calling(lose), durable.url, "x", str(durable.pid), cwd=ROOT)
+        done = run_python(program, durable.url, "x", str(durable.pid), cwd=ROOT)
         assert done.returncode == 0, done.stderr
         with closing(RedisStore(durable.url, prefix="x", timeout=LONG)) as other:
             assert used(other, SHARED) in ([0], [None])

@@ -8,9 +8,9 @@ import json
 import os
 import signal
 import stat
-import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +108,21 @@ async def scrape(scene: Scene | None = None, count: int = 0) -> str:
 def work(now: float, sessions: Sequence[Session]) -> None:
     """In a process apart: each session in a fork or the parent; then a scrape a minute later."""
 
-    def at(seconds: float) -> None:
+    def live(seconds: float, steps: Sequence[Step]) -> None:
         time.time = lambda: now + seconds
+        asyncio.run(take(steps))
 
     for seconds, steps in sessions:
         if (PARENT, "", 0) in steps:
-            at(seconds)
-            asyncio.run(take(steps[1:]))
+            live(seconds, steps[1:])
             if steps[1:]:
                 eventually(lambda: [*Path(os.environ[VARIABLE]).glob("langchain_quota.*.json")])
-        elif os.fork() == 0:
-            at(seconds)
-            asyncio.run(take(steps))
-            sys.exit()
         else:
-            os.wait()
-    at(max(seconds for seconds, _ in sessions) + 60)
+            child = get_context("fork").Process(target=live, args=(seconds, steps))
+            child.start()
+            child.join()
+    last = max(seconds for seconds, _ in sessions)
+    time.time = lambda: now + last + 60
     print(json.dumps(asyncio.run(scrape())))  # noqa: T201 - the result
 
 

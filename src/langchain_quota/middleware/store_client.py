@@ -6,7 +6,6 @@ client take it along. When there are none, a task of the event loop sends it alo
 """
 
 import asyncio
-import atexit
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correction
 from langchain_quota.middleware.corrections import MAX_PENDING, CorrectionQueue, shared_prefix
+from langchain_quota.runtime.process_end import call_at_end
 from langchain_quota.runtime.queues import queues_of
 from langchain_quota.runtime.store_errors import QuotaStoreError, ReservationsFullError
 from langchain_quota.runtime.sync_async import Mode, call_variant, pop_closed_loops, run_sync
@@ -277,10 +277,12 @@ def _freeze_of(grant: Grant) -> Freeze:
     return key.dimension, key.subject, grant.by, grant.given_at.timestamp(), ends
 
 
-@atexit.register
 def _finish() -> None:
     """Send the corrections that wait for the last time, before the process ends."""
     for client in list(StoreClient.by_name.values()):
         # An async client has had a last try when its event loop ended.
         if "sync" in client.forms:
             run_sync(client.send_waiting(""))
+
+
+call_at_end(_finish)

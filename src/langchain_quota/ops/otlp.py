@@ -1,11 +1,9 @@
 """Export of the metrics by an exporter of OpenTelemetry, where Prometheus cannot scrape."""
 
-import atexit
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from multiprocessing.util import Finalize
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -14,6 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Metric
 
 from langchain_quota.ops.exposition import resolve_registry
 from langchain_quota.runtime.arguments import validate_type
+from langchain_quota.runtime.process_end import call_at_end, cancel_at_end
 from langchain_quota.runtime.units import Time, parse_milliseconds
 from langchain_quota.telemetry.logs import logger
 
@@ -56,9 +55,7 @@ class MetricsExport:
         self._has_failed, self._stopped = False, Event()
         self._lock = Lock()  # exporters need not be safe for several threads
         Thread(target=self._run, args=(seconds,), daemon=True).start()
-        atexit.register(self.shutdown)
-        # A child that multiprocessing forked ends without what is registered with atexit.
-        self._at_end = Finalize(None, self.shutdown, exitpriority=0)
+        call_at_end(self.shutdown)
 
     def flush(self) -> None:
         """Export the metrics now, and wait until they are sent; failures are only logged.
@@ -72,8 +69,7 @@ class MetricsExport:
 
     def shutdown(self) -> None:
         """Export the metrics for the last time, and shut the exporter down."""
-        atexit.unregister(self.shutdown)
-        self._at_end.cancel()
+        cancel_at_end(self.shutdown)
         self.flush()
         if self._pid == os.getpid():
             with self._lock:

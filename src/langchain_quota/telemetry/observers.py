@@ -1,20 +1,18 @@
 """What `on_decision` and `on_near` name: functions that are called with decisions and events."""
 
 import asyncio
-import atexit
 import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from logging import Handler, LogRecord, makeLogRecord
 from logging.handlers import RotatingFileHandler
-from multiprocessing import parent_process
-from multiprocessing.util import Finalize
 from os import SEEK_END, PathLike
 from pathlib import Path
 from queue import Queue
 from threading import Thread
 from typing import Self
+from weakref import WeakSet
 
 from langchain_quota.core.decision import Decision
 from langchain_quota.limits.call import RUN, THREAD
@@ -24,6 +22,7 @@ from langchain_quota.runtime.arguments import (
     validate_sync_function,
     validate_type,
 )
+from langchain_quota.runtime.process_end import call_at_end
 from langchain_quota.runtime.sync_async import Mode, fork_safe_lock
 from langchain_quota.runtime.units import in_base_unit
 from langchain_quota.telemetry.recent_tasks import TaskRecord
@@ -187,19 +186,15 @@ class NearObserver:
         validate_function("on_near", on_near, "event")
         self._function, self._recorder, self._lock = on_near, recorder, fork_safe_lock()
         self._worker: Thread | None = None
+        _observers.add(self)
 
     def __call__(self, event: QuotaEvent) -> None:
         """Have the function called with an event; raise `Full` if too many wait."""
         with self._lock:
-            # A forked child has no thread, and its parent tells what has waited.
-            if self._worker is None or not self._worker.is_alive():
+            if not self._is_at_work():
                 self._waiting = Queue[QuotaEvent](MOST_WAITING)
                 self._worker = Thread(target=self._work, args=(self._waiting,), daemon=True)
                 self._worker.start()
-                atexit.register(_finish, self._waiting)
-                if parent_process() is not None:
-                    # A child that multiprocessing forked ends without what atexit would call.
-                    Finalize(None, _finish, (self._waiting,), exitpriority=0)
             self._waiting.put_nowait(event)
 
     def _work(self, waiting: Queue[QuotaEvent]) -> None:
@@ -212,12 +207,26 @@ class NearObserver:
                 self._recorder.record_error("observer", error)
             waiting.task_done()
 
+    def end(self) -> None:
+        """Wait for what was told before the process ends, but not for one that hangs."""
+        until = time.monotonic() + _LAST_WAIT
+        while self._is_at_work() and self._waiting.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.01)
 
-def _finish(waiting: Queue[QuotaEvent]) -> None:
-    """Wait for what was told before the process ends, but not for one that hangs."""
-    until = time.monotonic() + _LAST_WAIT
-    while waiting.unfinished_tasks and time.monotonic() < until:
-        time.sleep(0.01)
+    def _is_at_work(self) -> bool:
+        # A forked child has no thread, and its parent tells what has waited.
+        return self._worker is not None and self._worker.is_alive()
+
+
+_observers: WeakSet[NearObserver] = WeakSet()
+
+
+def _at_end() -> None:
+    for observer in list(_observers):
+        observer.end()
+
+
+call_at_end(_at_end)
 
 
 def _async_error(observer: Observer) -> RuntimeError:

@@ -4,7 +4,6 @@ A decision changes one entry of a dict; a scrape sorts. If several processes ans
 each writes its table to a file of their directory, and a scrape reads all files.
 """
 
-import atexit
 import os
 import secrets
 import time
@@ -21,6 +20,7 @@ from langchain_quota.core.decision import Outcome, Refund
 from langchain_quota.core.plans import Meter, Plan, Rule
 from langchain_quota.limits import Limit
 from langchain_quota.limits.call import FROZEN, ROOT_RUN, RUN, STORE, THREAD, Call
+from langchain_quota.runtime.process_end import call_at_end
 from langchain_quota.runtime.sync_async import fork_safe_lock
 from langchain_quota.runtime.units import Unit
 from langchain_quota.telemetry import workers
@@ -391,11 +391,11 @@ def _after_fork() -> None:
         table.begin()
 
 
-def _at_exit() -> None:
+def _at_end() -> None:
     for table in list(_tables):
         table.end()
 
 
-atexit.register(_at_exit)
+call_at_end(_at_end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
