@@ -32,6 +32,8 @@ from langchain_quota import (
     ToolCallLimitMiddleware,
     start_metrics_server,
 )
+from langchain_quota.core.admission import Correction
+from langchain_quota.middleware.corrections import CorrectionQueue
 from langchain_quota.testing import ScriptedChatModel, captured_decisions
 from tests.forked import ROOT
 from tests.scene import recording
@@ -157,6 +159,16 @@ def test_children_check(workers: bool, tmp_path: Path) -> None:  # noqa: FBT001 
         timeout=5 * PATIENCE,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_fork_while_corrections_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child sends what waits: no answer to the request of its parent reaches it."""
+    queue = CorrectionQueue()
+    queue.add([Correction("undo", {"a:run:1": 0})])
+    with queue.carried("") as sent, queue.carried("") as meanwhile, monkeypatch.context() as child:
+        child.setattr("os.getpid", lambda: -1)
+        with queue.carried("") as of_child:
+            assert [bool(each) for each, _ in (sent, meanwhile, of_child)] == [True, False, True]
 
 
 if __name__ == "__main__":

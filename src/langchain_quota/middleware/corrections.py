@@ -1,5 +1,6 @@
 """Corrections that wait until a store answers again."""
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ class CorrectionQueue:
         # Their ids in the order of arrival, by what a request looks for.
         self._index: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
         self._numbers = count()
-        self._travelling: set[str] = set()
+        # By process: a forked child gets no answer to a request of its parent.
+        self._travelling = defaultdict[int, set[str]](set)
 
     def prefixes(self) -> list[str]:
         """Return the prefixes of the keys of corrections."""
@@ -62,7 +64,7 @@ class CorrectionQueue:
         finally:
             with self._lock:
                 for correction in corrections:
-                    self._travelling.discard(correction.id)
+                    self._travelling[os.getpid()].discard(correction.id)
                     if complete:
                         self._remove(correction.id)
 
@@ -83,10 +85,11 @@ class CorrectionQueue:
             )
         first = self._found(("name", name), *(("key", key) for key in keys), maximum=maximum + 1)
         sent = first[:maximum]
-        if not self._travelling:
+        travelling = self._travelling[os.getpid()]
+        if not travelling:
             of_prefix = self._found(("prefix", prefix), maximum=2 * maximum)
             sent = [*dict.fromkeys((*first, *of_prefix))][:maximum]
-            self._travelling.update(sent[len(first) :])
+            travelling.update(sent[len(first) :])
         return tuple(self.waiting[correction_id] for correction_id in sent), len(first) <= maximum
 
     def _found(self, *words: tuple[str, str], maximum: int | None = None) -> list[str]:
