@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from itertools import cycle
 from typing import Any
 
 import anyio
@@ -414,20 +415,28 @@ async def test_a_call_that_runs_long_keeps_its_place(
 async def test_a_store_without_a_sync_form(
     signals: Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its event loop renews the leases of its calls."""
+    """Its event loop renews the leases of its calls, and a request may overtake an older one."""
     monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
     clock, browser = Clock(), Browser(ends=False)
     store: Any = FickleStore(MemoryStore(clock=clock))
-    store.forms = ("async",)
-    agents = [agent_of(signals, browser.tool, most=CAP, store=store) for _ in range(2)]
+    store.forms, delays = ("async",), cycle((0.02, 0.0))
+
+    async def aacquire(request: Any) -> Any:
+        await asyncio.sleep(next(delays))
+        return store.acquire(request)
+
+    store.aacquire = aacquire
+    agents = [agent_of(signals, browser.tool, most=CAP, store=store) for _ in range(CAP)]
     runs = [asyncio.create_task(each.ainvoke(ASKED)) for each in agents]
-    await until(lambda: browser.running == 2)
+    await until(lambda: browser.running == CAP)
     for _ in range(2):
         clock.now += SLOT_LEASE + 2
-        await until(lambda: taken(store) == 2)
+        await until(lambda: taken(store) == CAP)
     browser.may_end.set()
     await asyncio.gather(*runs)
-    assert taken(store) == 0
+    await until(lambda: taken(store) == 0)
+    # What was overtaken is no outage.
+    assert signals.samples("langchain_quota_errors_total") == {}
 
 
 @pytest.mark.parametrize("stored", [False, True])

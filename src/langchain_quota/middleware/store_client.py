@@ -17,7 +17,11 @@ from langchain_quota.core.admission import AcquireRequest, AcquireResult, Correc
 from langchain_quota.middleware.corrections import MAX_PENDING, CorrectionQueue, shared_prefix
 from langchain_quota.runtime.process_end import call_at_end
 from langchain_quota.runtime.queues import queues_of
-from langchain_quota.runtime.store_errors import QuotaStoreError, ReservationsFullError
+from langchain_quota.runtime.store_errors import (
+    AttemptCorrectedError,
+    QuotaStoreError,
+    ReservationsFullError,
+)
 from langchain_quota.runtime.sync_async import Mode, call_variant, pop_closed_loops, run_sync
 from langchain_quota.stores import QuotaStore, QuotaUsage
 from langchain_quota.stores.base import BaseStore
@@ -73,7 +77,8 @@ class StoreClient:
         """Return the store's result; `None` if it is unavailable: then the caller corrects later.
 
         Where the caller is cancelled, the request is undone later, if there is anything to undo.
-        Who waits gets an empty result if a count can have no more reservations now.
+        Who waits gets an empty result if a count can have no more reservations now. Without `undo`
+        the result is also `None` if the caller's correction of the attempt arrived before it.
         """  # noqa: DOC501 - `_asking` handles it
         result: AcquireResult | None = None
         with self._asking("acquire", sent if undo else None):
@@ -83,6 +88,11 @@ class StoreClient:
                 if waits:
                     return AcquireResult({})
                 raise
+            except AttemptCorrectedError:
+                if undo:
+                    raise
+                # A newer renewal of the leases has overtaken this one, and stands in its place.
+                return None
             if not result.replayed:
                 prefix = shared_prefix(keys_of(sent)) if callable(self.prefix) else self.prefix
                 source, frozen = f"{self.label} {prefix}", None

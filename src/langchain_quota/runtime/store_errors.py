@@ -30,6 +30,13 @@ class ReservationsFullError(QuotaStoreError):
     """A count that drains can have no more reservations until one is settled, or its lease ends."""
 
 
+class AttemptCorrectedError(QuotaStoreError):
+    """An attempt arrived behind its correction, and charges nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("the attempt was corrected before it arrived")
+
+
 class EventLoopBlockedError(QuotaStoreError):
     """A store did not answer in time, and for most of that time the event loop was blocked.
 

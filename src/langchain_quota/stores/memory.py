@@ -16,7 +16,7 @@ from langchain_quota.core.admission import (
 )
 from langchain_quota.runtime.arguments import validate_count, validate_type
 from langchain_quota.runtime.expiring_dict import ExpiringDict
-from langchain_quota.runtime.store_errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import AttemptCorrectedError
 from langchain_quota.runtime.sync_async import T, fork_safe_lock
 from langchain_quota.stores import CORRECTED, GRACE, IDLE_TTL, REMEMBERED, Occupancy, QuotaUsage
 from langchain_quota.stores.base import Operation
@@ -103,7 +103,7 @@ class Tables:
         for correction in request.corrections:
             self._correct(correction, now)
         if self._attempts.get(request.attempt_id, now) == REFUSED:
-            raise QuotaStoreError("the attempt was corrected before it arrived")
+            raise AttemptCorrectedError
         stored = self._results.get(request.idempotency_key, now)
         return self._admit(request, now) if stored is None else replay(stored, request)
 

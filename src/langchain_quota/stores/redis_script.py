@@ -16,7 +16,7 @@ from langchain_quota.core.admission import (
     Correction,
     Threshold,
 )
-from langchain_quota.runtime.store_errors import QuotaStoreError
+from langchain_quota.runtime.store_errors import AttemptCorrectedError, QuotaStoreError
 from langchain_quota.stores import CORRECTED, GRACE, REMEMBERED
 from langchain_quota.stores.counts import (
     MAX_HELD,
@@ -208,7 +208,7 @@ def read_result(request: AcquireRequest, reply: Any) -> AcquireResult | None:
     said = json.loads(reply if isinstance(reply, str) else reply.decode())
     counters = [*request.counters]
     if said == "refused":
-        raise QuotaStoreError("the attempt was corrected before it arrived")
+        raise AttemptCorrectedError
     if said == "rollover":
         return None
     if len(said) == 1:
