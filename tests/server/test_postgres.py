@@ -80,6 +80,10 @@ class TestTable:
         beside.execute("CREATE ROLE quota LOGIN PASSWORD 'quota'")
         beside.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON langchain_quota TO quota")
         url = re.sub("//.*@", "//quota:quota@", postgres_url)
+        beside.execute("ALTER ROLE quota CONNECTION LIMIT 0")
+        with pytest.raises(QuotaStoreError, match=r"too many connections.*PgBouncer$"):
+            PostgresStore(url).peek(["search"])
+        beside.execute("ALTER ROLE quota CONNECTION LIMIT -1")
         with closing(PostgresStore(url, prefix=str(store.prefix), timeout=LONG)) as least:
             with pytest.raises(QuotaStoreError, match=r"//quota@.*CREATE on the schema"):
                 least.setup()

@@ -330,7 +330,7 @@ class TestKeys:
             client.config_set("maxmemory", 1)
             try:
                 assert used(store, "search") == [7]
-                with pytest.raises(QuotaStoreError, match="used memory > 'maxmemory'"):
+                with pytest.raises(QuotaStoreError, match="raise its maxmemory"):
                     store.acquire(calls("email", 1))
             finally:
                 client.config_set("maxmemory", 0)
@@ -353,7 +353,7 @@ class TestSecrets:
                 store.acquire(calls("search", 1))
 
     def test_what_helps(self, own_redis: RedisServer) -> None:
-        """Without a password, or with too few rights, the error says what is missing."""
+        """Without a password, rights, clients or the primary, the error says what is missing."""
 
         def fails(url: str, match: str) -> None:
             with opened(own_redis, url) as store, pytest.raises(QuotaStoreError, match=match):
@@ -361,6 +361,12 @@ class TestSecrets:
 
         with own_redis.client() as client:
             client.execute_command("ACL", "SETUSER", "worker", "on", f">{SECRET}", "~*", "+@all")
+            client.execute_command("REPLICAOF", "127.0.0.1", "1")
+            fails(own_redis.url, "replica.*: name the primary")
+            client.execute_command("REPLICAOF", "NO", "ONE")
+            client.config_set("maxclients", 1)
+            fails(own_redis.url, "reached: raise the server's maxclients")
+            client.config_set("maxclients", 99)
             for lacking in ("-evalsha", "-hset"):
                 client.execute_command("ACL", "SETUSER", "worker", "+evalsha", lacking)
                 fails(self._url(own_redis), r"needs .*\+evalsha .*\+hset")

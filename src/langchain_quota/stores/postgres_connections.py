@@ -160,6 +160,8 @@ class Connections(Server, ABC):
             return (f"its user needs {rights}, and for setup() CREATE on the schema",)
         if isinstance(error, errors.ReadOnlySqlTransaction | errors.FeatureNotSupported):
             return ("name all hosts and target_session_attrs=read-write, if this is a standby",)
+        if re.search("too many (clients|connections)|connection slots are reserved", str(error)):
+            return ("raise max_connections, or connect through PgBouncer",)
         lost = isinstance(error, psycopg.OperationalError | OSError)
         if lost and not isinstance(error, PoolTimeout):
             return ("check that PostgreSQL runs there and that the connection string is right",)

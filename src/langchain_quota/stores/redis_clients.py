@@ -41,6 +41,14 @@ _CONNECTIONS = 32
 # Otherwise every connection reads the version of redis from a file, on the event loop.
 _DRIVER = {"driver_info": redis.DriverInfo()} if hasattr(redis, "DriverInfo") else {}
 
+_REMEDIES = {
+    "WRONGTYPE": "others wrote a key under its prefix: `langchain-quota quotas show` names it",
+    "'maxmemory'": "the server is full: raise its maxmemory, or lower idle_ttl=…",
+    "max number of clients": "raise the server's maxclients, or run fewer processes",
+    "read only replica": "name the primary, or give RedisStore a client of Sentinel's master_for",
+}
+"""What helps against an error, by what the server says in it."""
+
 SyncClient = redis.Redis | redis.RedisCluster
 AsyncClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
@@ -130,11 +138,10 @@ class Clients(Server, ABC):
             rights = "eval +evalsha +time +get +set +del +exists +hget +hgetall +hset +hmget +hdel"
             rights += " +hlen +expireat"
             return (f"its user needs ~{{prefix}}:* +{rights}, and to list counts +scan",)
-        remedy = ""
-        if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        remedy = next((remedy for said, remedy in _REMEDIES.items() if said in str(error)), "")
+        lost = isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError)
+        if lost and not remedy:
             remedy = "check that Redis runs there and that the URL is right"
-        elif "WRONGTYPE" in str(error):
-            remedy = "others wrote a key under its prefix: `langchain-quota quotas show` names it"
         return (remedy,) if remedy else ()
 
 
