@@ -141,14 +141,18 @@ def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in each.getMessage() for each in caplog.records)
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @outages
 async def test_one_line_for_each_outage(
-    outage: Any, signals: Signals, caplog: pytest.LogCaptureFixture
+    outage: Any, signals: Signals, caplog: pytest.LogCaptureFixture, *, reads: bool
 ) -> None:
-    """It is logged once when it begins and ends, however many calls and agents it meets."""
+    """It is logged once when it begins and ends, whatever it meets, and if reads work on."""
     caplog.set_level(logging.INFO, logger="langchain_quota")
-    store = FickleStore(MemoryStore())
+    store: Any = FickleStore(MemoryStore())
+    if reads:
+        store.peek = store.kept.peek
     limits, given = (per_user(), per_user("model")), {"store": store, "outage": outage}
+    given["tell_model"] = True
     scenes = [scene_of(signals, asking("search"), *limits, **given) for _ in range(3)]
     seen: list[tuple[int, int]] = []
     for down in (False, True, True, False, False, True, False):
@@ -159,6 +163,7 @@ async def test_one_line_for_each_outage(
     assert seen == [(0, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (4, 2)]
     failed = asked(signals, "error")
     assert failed is not None
+    failed += asked(signals, "error", "peek")
     assert signals.errors("store", "QuotaStoreError") == failed >= 3
 
 

@@ -57,7 +57,8 @@ class StoreClient:
         self.recorder, self._outages = recorder, recorder.outages
         server = store.server if isinstance(store, ServerStore) else type(store).__name__
         self.label = recorder.store_label(server)
-        self._down = False
+        # The operation that failed last, until the outage is over.
+        self._failed = ""
         # How many subjects were frozen, and in which minute that was read, by prefix.
         self._freezes: dict[str, tuple[int, float]] = {}
         self._corrections = CorrectionQueue()
@@ -246,7 +247,7 @@ class StoreClient:
             if reraises or isinstance(error, _BUGS):
                 raise
             # Whatever a store raises, it has not answered.
-            self._down, failure = True, uuid4().hex
+            self._failed, failure = operation, uuid4().hex
             # The agents of a process lose their store together: the first failure is logged.
             is_first = self._outages.setdefault(self.label, failure) == failure
             self.recorder.record_error("store", error, log=is_first)
@@ -257,8 +258,9 @@ class StoreClient:
             raise
         else:
             outcome = "ok"
-            if self._down:
-                self._down = False
+            # A server that is full, or is a replica, still answers what only reads.
+            if self._failed and (operation != "peek" or self._failed == "peek"):
+                self._failed = ""
                 if self._outages.pop(self.label, ""):
                     self.recorder.log(logs.recovery, "store")
             if self._fills:
