@@ -227,7 +227,7 @@ def test_limits_on_one_count(make: Any, quotas: Any) -> None:
 
 KEY = "search:user_id:ada"
 PREFIX = "prefix must match [A-Za-z0-9_.-]{1,64}, not"
-IDLE = "idle_ttl must be a second or more"
+IDLE, MOST = "idle_ttl must be a second or more", "timeout must be above 0 and at most 86400, not"
 NO_DURATION, KEYS = "idle_ttl must be a timedelta, not 60", "max_keys must be a whole"
 
 MADE: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
@@ -245,8 +245,8 @@ MADE: list[tuple[type[Any], dict[str, Any], type[Exception], str]] = [
     ),
     (RedisStore, {"prefix": None}, TypeError, "prefix must be a string or a function, not None"),
     *(
-        (RedisStore, {"timeout": each}, ValueError, f"timeout must be above 0, not {each!r}")
-        for each in (0, -1, float("nan"), float("inf"))
+        (RedisStore, {"timeout": each}, ValueError, f"{MOST} {each!r}")
+        for each in (0, -1, 86_401, 1e300, float("nan"), float("inf"))
     ),
     *(
         (RedisStore, {"timeout": each}, TypeError, f"timeout must be a number, not {each!r}")

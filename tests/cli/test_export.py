@@ -112,7 +112,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {
 def test_wrong_arguments(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong value, or an option that does not apply, is refused with code 2 and named."""
     directory = tmp_path / "new"
-    for option, values in REFUSED[what].items():
+    for option, values in ({"--to": [""]} | REFUSED[what]).items():
         for value in values:
             with pytest.raises(SystemExit) as ended:
                 main(["export", what, "--to", str(directory), f"{option}={value}"])

@@ -141,16 +141,16 @@ def test_names_and_units(
         quota: Any = QuotaMiddleware(limits, store=store, prices=lambda _: 1)
         for limit in limits:
             quota.reset(limit.name, tenant="acme")
-            granting = "quotas", "grant", "2", *count(limit.name, "tenant", "acme")
+            granting = "quotas", "grant", "1", *count(limit.name, "tenant", "acme")
             assert main([*granting, "--prefix", prefix]) == 0
             left = quota.left(limit.name, tenant="acme")
-            assert (left.used, left.limit) == (0, 7)
-            amount = {"dollars": "$2.00", "seconds": "2s"}.get(left.unit, f"2 {left.unit}")
+            assert (left.used, left.limit) == (0, 6)
+            amount = {"dollars": "$1.00", "seconds": "1s"}.get(left.unit, f"1 {left.unit[:-1]}")
             said = f"granted {amount} of {limit.name} to tenant 'acme' until "
             assert capsys.readouterr().out.startswith(said)
     assert main(["quotas", "show", "--json", "--prefix", prefix]) == 0
     shown = [(each["counted"], each["granted"]) for each in objects(capsys.readouterr().out)]
-    assert shown == sorted((limit.name, 2) for limit in limits)
+    assert shown == sorted((limit.name, 1) for limit in limits)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def _add_export(export: ArgumentParser) -> None:
     """Add to each subcommand only the options that apply to it; a missing option has no value."""
     files = ArgumentParser(add_help=False, argument_default=SUPPRESS)
     text = "the directory to write to"
-    files.add_argument("--to", type=Path, required=True, metavar="DIR", help=text)
+    files.add_argument("--to", type=_directory, required=True, metavar="DIR", help=text)
     text = "overwrite files that exist"
     files.add_argument("--force", action="store_true", default=False, help=text)
     boards = ArgumentParser(add_help=False, argument_default=SUPPRESS, parents=[files])
@@ -190,6 +190,13 @@ def _number(kind: type[int | float], minimum: float, maximum: float) -> Callable
         raise ArgumentTypeError(f"must be {kind_name} from {minimum} to {maximum}, not {text!r}")
 
     return number
+
+
+def _directory(text: str) -> Path:
+    # The path of an empty text, such as a variable that is not set, is the working directory.
+    if not text:
+        raise ArgumentTypeError("must be a directory, not ''")
+    return Path(text)
 
 
 def _duration(text: str) -> timedelta:

@@ -354,7 +354,9 @@ def _line(grant: Grant) -> str:
     if not grant.amount:
         since = _format_time(grant.given_at.timestamp(), grant.key)
         return f"{calls_of(grant.key)} since {since} until {until}, {cause}"
-    amount = format_amount(grant.amount, grant.unit) + (" calls" if grant.unit == "calls" else "")
+    amount = format_amount(grant.amount, grant.unit)
+    if grant.unit == "calls":
+        amount += " call" if grant.amount == 1 else " calls"
     return f"{amount} of {_whose(grant.key)} until {until}, {cause}, id {printable(grant.id)}"
 
 

@@ -160,7 +160,9 @@ def format_amount(amount: int | None, unit: Unit) -> str:
         return str(amount)
     if unit == "milliseconds":
         return as_time(amount)
-    return as_dollars(amount) if unit == "nanodollars" else f"{amount:,} tokens"
+    if unit == "nanodollars":
+        return as_dollars(amount)
+    return "1 token" if amount == 1 else f"{amount:,} tokens"
 
 
 class Level(StrEnum):

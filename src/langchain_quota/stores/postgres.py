@@ -110,9 +110,9 @@ class PostgresStore(ServerStore):
             an `AsyncConnectionPool` the async form, on its own event loop; with `autocommit=True`,
             as LangGraph's checkpointers have it, a request takes a round trip less.
         prefix: As of `RedisStore`.
-        timeout: How long an operation may take, in seconds above 0. For an async operation it is
-            the total, without time in which the event loop was blocked; for a sync operation it is
-            each wait for the server, and connecting may take 2 seconds.
+        timeout: How long an operation may take: seconds above 0, at most a day. For an async
+            operation it is the total, without time in which the event loop was blocked; for a sync
+            operation it is each wait for the server, and connecting may take 2 seconds.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
 
     Raises:

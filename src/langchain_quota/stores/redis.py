@@ -56,9 +56,9 @@ class RedisStore(ServerStore):
         prefix: What all keys begin with, `[A-Za-z0-9_.-]{1,64}`. Stores with different prefixes
             share nothing. Or a function of state and runtime, as of `Quota(per=…)`, but not async:
             `lambda state, runtime: runtime.context["tenant"]`.
-        timeout: How long an operation may take, in seconds above 0. For an async operation it is
-            the total, without time in which the event loop was blocked; for a sync operation it is
-            each wait for the network. Nothing is tried twice.
+        timeout: How long an operation may take: seconds above 0, at most a day. For an async
+            operation it is the total, without time in which the event loop was blocked; for a sync
+            operation it is each wait for the network. Nothing is tried twice.
         idle_ttl: How long a count without a window is kept when nobody charges it, from a second.
 
     Raises:

@@ -29,6 +29,8 @@ URL_VARIABLE = "LANGCHAIN_QUOTA_REDIS_URL"
 _REASON, _SHORT = 300, 4
 """How much of a client's error is shown, which may quote a reply; how long a secret is at least."""
 
+_MAX_TIMEOUT = 86_400  # seconds, a day
+
 ANOTHER_FORM = (
     ", but what others or an older edition of this package wrote: delete it, or give the store "
     "another prefix"
@@ -78,8 +80,9 @@ class ServerStore(SupportsGrants):
         self.prefix = prefix
         self._idle = idle_seconds(idle_ttl)
         validate_type("timeout", timeout, int | float, "a number")
-        if not 0 < timeout < float("inf"):
-            raise ValueError(f"timeout must be above 0, not {timeout!r}")
+        # Sockets count their milliseconds in 32 bits: more than 24 days would be none, or fail.
+        if not 0 < timeout <= _MAX_TIMEOUT:
+            raise ValueError(f"timeout must be above 0 and at most {_MAX_TIMEOUT}, not {timeout!r}")
         self._timeout = timeout
         # Its event loop keeps it while it ticks, and ends with it.
         self._ticker: Callable[[], Ticker | None] = lambda: None
