@@ -73,12 +73,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query over time; the legend names its series, such as `{{limit}}`."""
+    """A query of a chart, or of numbers; the legend names its series, such as `{{limit}}`."""
 
     expr: str
     legend: str
     exemplar: bool = False
-    instant: bool = False
     properties: Properties | None = None
 
 
@@ -150,7 +149,6 @@ def stat(  # noqa: PLR0913 - what a panel shows, in one call
         .no_value(no_value)
         # Grafana would give the text the first colour of the steps, which says that all is fine.
         .mappings([_no_value_in_grey(no_value)])
-        .max_data_points(settings.MOST_BARS)
         .thresholds(configured(steps))
         .color_mode(common.BigValueColorMode.VALUE)
         .graph_mode(common.BigValueGraphMode.NONE)
@@ -454,7 +452,8 @@ def _target(expr: str, ref_id: str) -> Dataquery:
 def _ask(panel: StatPanel | TimeseriesPanel, queries: Sequence[Query]) -> None:
     for ref_id, query in zip(ascii_uppercase, queries, strict=False):
         target = _target(query.expr, ref_id).legend_format(query.legend).exemplar(query.exemplar)
-        panel.with_target(target.instant() if query.instant else target.range())
+        # Of a chart over a week, the last point may be hours old, and of what is gone, much older.
+        panel.with_target(target.instant() if isinstance(panel, StatPanel) else target.range())
         if query.properties is not None:
             panel.override_by_query(ref_id, _properties(query.properties))
 

@@ -50,7 +50,6 @@ def build() -> Dashboard:
                 show.Query(
                     f"min({ask.thread_seconds_left(ask.AGENT, ask.THREAD)} or 0 * ({_RATIO} >= 1))",
                     "first limit",
-                    instant=True,
                 ),
             ],
             unit="s",
