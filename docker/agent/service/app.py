@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, HTTPException, Path, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from psycopg import OperationalError
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.routing import Route
@@ -72,6 +73,12 @@ def subject(scope: Any) -> dict[str, str] | None:
 
 
 app.add_middleware(QuotaHeadersMiddleware, quota=quota, subject=subject)
+
+
+@app.exception_handler(OperationalError)
+async def refuse(_: Request, error: OperationalError) -> JSONResponse:
+    """Answer that the threads cannot be read or written now."""
+    return JSONResponse({"detail": type(error).__name__}, 503, {"Retry-After": "5"})
 
 
 class Question(BaseModel):

@@ -25,9 +25,11 @@ async def open_threads(url: str) -> AsyncIterator[BaseCheckpointSaver[Any]]:
             yield saver
         return
     async with AsyncConnectionPool[AsyncConnection[DictRow]](
-        # From a database without an encoding (SQL_ASCII), text would otherwise come as bytes.
-        make_conninfo(url, client_encoding="utf8"),
+        # From a database without an encoding (SQL_ASCII), text would otherwise come as bytes. For
+        # a host that is gone, which answers nothing, a request would otherwise wait for minutes.
+        make_conninfo(url, client_encoding="utf8", tcp_user_timeout=4_000),
         max_size=8,
+        timeout=5,
         check=AsyncConnectionPool.check_connection,  # the server may have been restarted
         kwargs={"autocommit": True, "prepare_threshold": 0, "row_factory": dict_row},
         open=False,
