@@ -30,10 +30,19 @@ from langchain_quota.middleware.feature import Feature, Handler, Request, StepCh
 from langchain_quota.middleware.flow import Kernel
 from langchain_quota.middleware.history import pending_calls, repaired
 from langchain_quota.middleware.root_run import RootRun, StoreSequence, root_run
-from langchain_quota.middleware.state import LEDGER, Ledger, State, ToolBatch, ledger, merge_ledgers
+from langchain_quota.middleware.state import (
+    LEDGER,
+    Charge,
+    Ledger,
+    State,
+    ToolBatch,
+    ledger,
+    merge_ledgers,
+)
 from langchain_quota.runtime import compat
 from langchain_quota.runtime.sync_async import Mode, newest_dicts
 from langchain_quota.stores import QuotaStore
+from langchain_quota.stores.keys import CountKey
 
 _Answer = tuple[str, StopReason | None]
 """The text that answers a call which does not run, and why; a list, if it was stored."""
@@ -205,12 +214,13 @@ class GraphLimits(QuotaMiddleware):
             run.decided |= decided
             mark: dict[str, Any] = {"blocked": blocked} if blocked else {}
             if self._is_shared:
-                written = self._checks((run.name, answer.id)).get("written", Ledger())
-                own = written.get("own", {})
-                if "batch" in written and (self._has_slots or Waiting.name in own):
+                sealed = [_seal(run, decided)]
+                written = self._checks((run.name, answer.id)).get("written")
+                if written and (self._has_slots or written["own"]):
                     # Another process may have to delay or refund the calls.
-                    mark["written"] = Ledger(batch=written["batch"], own=own)
-                await self.sequence.note(mode, "checked", _digest(run, decided, mark))
+                    mark["written"] = _with_keys(written, _without_subject)
+                    sealed.append(_seal(run, decided, mark["written"]))
+                await self.sequence.note(mode, "checked", *sealed)
             if not mark:
                 return answer
             marked = {**answer.response_metadata, _MARK: mark}
@@ -245,7 +255,7 @@ class GraphLimits(QuotaMiddleware):
                 compat.is_answered()
         else:
             if message is not None and names[0] not in run.decided:
-                await self._read_mark(mode, run, message)
+                await self._read_mark(mode, run, message, history)
             checked = message_id
             answers: Answers = {name[1]: run.decided.get(name, _TAKEN) for name in names}
             run.decided |= dict.fromkeys(names, _TAKEN)
@@ -260,17 +270,28 @@ class GraphLimits(QuotaMiddleware):
         calls_ledger = merge_ledgers(run.state[LEDGER], written)
         return {**run.state, "messages": history, LEDGER: calls_ledger}, answers
 
-    async def _read_mark(self, mode: Mode, run: _Run, message: AIMessage) -> None:
+    async def _read_mark(
+        self, mode: Mode, run: _Run, message: AIMessage, history: Sequence[AnyMessage]
+    ) -> None:
         """Read another process's decisions from a message, if the store confirms them."""
         mark = message.response_metadata.get(_MARK, {})
         blocked = mark.get("blocked", {}) if isinstance(mark, dict) else None
-        if self._is_shared and isinstance(blocked, dict):
-            decided = _decided(message, blocked)
-            name = _digest(run, decided, mark)
-            if await self.sequence.read(mode, "checked", name) is not None:
-                run.decided = {**decided, **run.decided}
-                if "written" in mark:
-                    self._checks((run.name, message.id))["written"] = mark["written"]
+        if not self._is_shared or not isinstance(blocked, dict):
+            return
+        decided = _decided(message, blocked)
+        if await self.sequence.read(mode, "checked", _seal(run, decided)) is None:
+            return
+        written = mark.get("written")
+        if written is not None:
+            seal = _seal(run, decided, written)
+            if await self.sequence.read(mode, "checked", seal) is not None:
+                state = {**run.state, "messages": history}
+                runtime = running_runtime()
+                _, places = await self.kernel.resolve_limits(mode, "tool", state, runtime)
+                keys = {_without_subject(place.key): place.key for place in places.values()}
+                self._checks((run.name, message.id))["written"] = _with_keys(written, keys.get)
+        # Last, for then the calls of other tasks run.
+        run.decided = {**decided, **run.decided}
 
     async def _check(
         self, mode: Mode, run: _Run, state: State, work: str
@@ -279,8 +300,10 @@ class GraphLimits(QuotaMiddleware):
         update = await self.kernel.check_tool_calls(mode, state, running_runtime(work)) or {}
         answers: list[AnyMessage] = update.get("messages") or []
         final = answers[-1] if run.learn(update) else None
-        if batch := ledger(update).get("batch"):
-            self._checks((run.name, batch["message"]))["written"] = ledger(update)
+        written = ledger(update)
+        if (batch := written.get("batch")) and batch["calls"]:
+            starts = {k: v for k, v in written.get("own", {}).items() if k == Waiting.name}
+            self._checks((run.name, batch["message"]))["written"] = Ledger(batch=batch, own=starts)
         final = final if isinstance(final, AIMessage) else None
         if final is not None:
             run.end(final, at_model=False)
@@ -337,9 +360,28 @@ def running_as(agent: str | None, config: RunnableConfig | None = None) -> Itera
         var_child_runnable_config.reset(token)
 
 
-def _digest(run: _Run, decided: Mapping[_CallName, _Answer | None], mark: Mapping[str, Any]) -> str:
+def _seal(run: _Run, decided: Mapping[_CallName, _Answer | None], written: object = None) -> str:
     """Return the name under which the store confirms what a message's mark says."""
-    return digest(run.root, as_json(decided), as_json({"written": mark.get("written")}))
+    return digest(run.root, as_json(decided), as_json({"written": written}))
+
+
+def _without_subject(key: str) -> str:
+    """Return a count's key as a message may show it: without the names of customers."""
+    return str(replace(CountKey.parse(key), subject="", prefix=""))
+
+
+def _with_keys(written: Ledger, renamed: Callable[[str], str | None]) -> Ledger:
+    """Return what a check has written with other keys, and without those that have none."""
+    batch = written["batch"]
+    assert batch is not None  # noqa: S101 - for the type checker
+    calls: dict[str, Charge] = {
+        call_id: {
+            **charge,
+            "keys": {new: n for key, n in charge["keys"].items() if (new := renamed(key))},
+        }
+        for call_id, charge in batch["calls"].items()
+    }
+    return {**written, "batch": {**batch, "calls": calls}}
 
 
 def _decided(

@@ -179,7 +179,7 @@ class StoreSequence:
             return None
         newest = await self.newest(mode, thread) if run.resumes else None
         if newest is None:
-            number = await self.add(mode, "", str(thread), run.key)
+            number = await self.add(mode, "", str(thread), name=run.key)
             newest = None if number is None else f"{thread}@{number}"
         return newest
 
@@ -201,19 +201,23 @@ class StoreSequence:
             )
         return counts[key].used if counts and key in counts else None
 
-    async def add(self, mode: Mode, kind: str, subject: str, name: str = "") -> int | None:
-        """Add 1, once for a name; return the number, or `None` if the store is unavailable."""
-        # It begins with the time: one that has expired is not given again.
-        key = self._key(kind, subject)
-        counters = {key: CountRef(key, used=int(time.time()), mirrored=True)}
-        sent = AcquireRequest(name or key, uuid4().hex, counters, (Demand({key: 1}),))
-        answer = await self._store.acquire(mode, sent, undo=False)
-        return None if answer is None else answer.used[key] + 1
+    async def add(self, mode: Mode, kind: str, *subjects: str, name: str = "") -> int | None:
+        """Add 1 to each number, once for a name.
 
-    async def note(self, mode: Mode, kind: str, subject: str) -> None:
-        """Keep a number: now, or when the store answers again."""
-        if await self.add(mode, kind, subject) is None:
-            noted = Correction(uuid4().hex, {self._key(kind, subject): 1})
+        Return the first subject's number, or `None` if the store is unavailable.
+        """
+        # It begins with the time: one that has expired is not given again.
+        keys = [self._key(kind, subject) for subject in subjects]
+        counters = {key: CountRef(key, used=int(time.time()), mirrored=True) for key in keys}
+        demand = Demand(dict.fromkeys(keys, 1))
+        sent = AcquireRequest(name or keys[0], uuid4().hex, counters, (demand,))
+        answer = await self._store.acquire(mode, sent, undo=False)
+        return None if answer is None else answer.used[keys[0]] + 1
+
+    async def note(self, mode: Mode, kind: str, *subjects: str) -> None:
+        """Keep a number for each subject: now, or when the store answers again."""
+        if await self.add(mode, kind, *subjects) is None:
+            noted = Correction(uuid4().hex, {self._key(kind, name): 1 for name in subjects})
             self._store.settle_soon(AcquireRequest("", "", corrections=(noted,)))
 
 
