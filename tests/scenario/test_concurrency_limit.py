@@ -383,9 +383,7 @@ def taken(store: Any) -> int:
     return sum(each.used for each in store.usages("browser:*"))
 
 
-async def test_a_call_that_runs_long_keeps_its_place(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_runs_long_keeps_its_place(signals: Signals, monkeypatch: Any) -> None:
     """Its lease is renewed, in one request with all others of the process, until it ends."""
     monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
     clock = Clock()
@@ -412,9 +410,7 @@ async def test_a_call_that_runs_long_keeps_its_place(
     await until(lambda: taken(store) == 0)
 
 
-async def test_a_store_without_a_sync_form(
-    signals: Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_store_without_a_sync_form(signals: Signals, monkeypatch: Any) -> None:
     """Its event loop renews the leases of its calls, and a request may overtake an older one."""
     monkeypatch.setattr("langchain_quota.features.concurrency.slot_leases.RENEWAL", 0.01)
     clock, browser = Clock(), Browser(ends=False)

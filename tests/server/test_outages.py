@@ -244,10 +244,8 @@ async def lose(url: str, prefix: str, pid: str) -> None:
     os.kill(int(pid), signal.SIGCONT)
 
 
-IN_A_CHILD = f"""import asyncio, multiprocessing, sys; from {__name__} import lose
-def job(): asyncio.run(lose(*sys.argv[1:]))
-multiprocessing.get_context("fork").Process(target=job).start()
-"""
+JOB = f"import multiprocessing\ndef job(): {calling(lose)}\n"
+IN_A_CHILD = f"{JOB}multiprocessing.get_context('fork').Process(target=job).start()"
 
 
 class TestLostReplies:

@@ -121,8 +121,7 @@ def work(now: float, sessions: Sequence[Session]) -> None:
             child = get_context("fork").Process(target=live, args=(seconds, steps))
             child.start()
             child.join()
-    last = max(seconds for seconds, _ in sessions)
-    time.time = lambda: now + last + 60
+    time.time = lambda: now + max(seconds for seconds, _ in sessions) + 60
     print(json.dumps(asyncio.run(scrape())))  # noqa: T201 - the result
 
 
