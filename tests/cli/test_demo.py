@@ -79,10 +79,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.mark.rest
 def test_the_end(ran: Ran) -> None:
-    """At the end: the table, which agrees with /metrics, what was prevented, and steps.
-
-    No count passes its limit. 80 columns do.
-    """
+    """At the end: a table that agrees with /metrics, what was prevented, steps; 80 columns do."""
     shown, said, steps = ran.end
     uses = lines(shown)
     assert len(uses) == 6

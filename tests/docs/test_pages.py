@@ -83,10 +83,7 @@ def test_python_blocks_run(page: Path) -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("page", FIRST, ids=lambda page: page.name)
 def test_each_block_runs_alone(page: Path) -> None:
-    """A block runs alone, or with the page's first if it says so; Python's prompt takes it.
-
-    There an empty line ends what is indented.
-    """
+    """A block runs alone, or with the page's first; in Python's prompt, an empty line ends it."""
     first = blocks(page)[0]
     all_continue = "All later blocks continue" in " ".join(page.read_text().split())
     for before, code in re.findall(r"(.*?)```python\n(.*?)```", page.read_text(), re.DOTALL):
@@ -210,10 +207,7 @@ def test_promises_name_their_tests() -> None:
 
 
 def test_llms_txt_lists_every_page() -> None:
-    """docs/llms.txt leads to each page of the site, and to the first of the runbooks.
-
-    The site has pages that are made; the repository has the others.
-    """
+    """docs/llms.txt leads to each page, those that are made included, and to the first runbook."""
     links = re.findall(
         r"(?m)^- \[.+\]\((https://\S+/)(?:main/docs|en/stable)/(\S+)\): \w",
         (DOCS / "llms.txt").read_text(),

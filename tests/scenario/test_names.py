@@ -293,10 +293,7 @@ async def test_model_calls_are_counted_beside_a_budget_alone(signals: Signals) -
 @both_forms
 @either
 async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signals) -> None:
-    """After a reset the thread can use its whole limit again, and no run is pending.
-
-    Nor is one whose last run ended with a tool's answer.
-    """
+    """After a reset a thread has its whole limit, and no run is pending, even if a tool ended it."""
     script = [["search", "search"], "done", ["search"], "done", ["report"], "done"]
     scene = await asking_scene(signals, script, form=form, kind=kind).played()
     messages = len(scene.state()["messages"])

@@ -167,10 +167,7 @@ async def test_not_resumed(signals: Signals) -> None:
 
 
 async def test_resumed_inside_another_run(signals: Signals) -> None:
-    """An agent that goes on keeps its budget where the outermost run is not what is resumed.
-
-    So it does though the store has dropped the count.
-    """
+    """An agent that goes on keeps its budget, without its outermost run and the store's count."""
     tree, saver = Tree(signals.telemetry, most=1), InMemorySaver()
     inputs: list[Any] = [ASKED, Command(resume="yes")]
     for given in inputs:
@@ -212,10 +209,7 @@ print(len(trees[0].ran), REGISTRY.get_sample_value("langchain_quota_errors_total
 
 @pytest.mark.rest
 def test_what_cannot_be_known() -> None:
-    """A run that has lost its root run has a budget of its own: it is counted, and logged once.
-
-    It began inside a run that began before the first quota was made.
-    """
+    """A run that lost its root run, begun before any quota, has its own budget, logged once."""
     done = subprocess.run(
         [sys.executable, "-c", LATE], check=True, capture_output=True, text=True, timeout=120
     )

@@ -407,10 +407,7 @@ async def test_waits_for_models_and_tools(signals: Signals, clock: Passing) -> N
 
 
 async def test_who_does_not_wait(signals: Signals, clock: Passing) -> None:
-    """A dry-run limit; a call that another number refuses; one that is too late for one wait.
-
-    Nor does anybody for a store that is unavailable.
-    """
+    """A dry run; calls that another number refuses, or that are late for one wait; an outage."""
     limited: Any = {"quotas": [HOURLY], "wait": DAY}
     search, hasty = ToolCallLimit("search", **limited), ToolCallLimit(quotas=[HOURLY], wait=1)
     ending = ToolCallLimit("calc", thread_limit=1, exit_behavior="end")

@@ -243,10 +243,7 @@ def test_a_slot_that_moves(nodes: list[RedisServer], client: Any) -> None:
 
 
 async def test_a_node_that_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Calls of its tenants are checked as in an outage; its corrections stop no other tenant.
-
-    When the node is back, it is corrected.
-    """
+    """Calls of its tenants are checked as in an outage, then corrected; no other tenant waits."""
     with (
         cluster(tmp_path_factory) as nodes,
         closing(redis.RedisCluster("127.0.0.1", nodes[0].port)) as client,
