@@ -186,6 +186,7 @@ def cost(place: show.Place, *more: show.Query) -> StatPanel:
 
 
 def _health_now() -> StatPanel:
+    processes = ask.select("langchain_quota_build_info")
     seconds = ask.select("langchain_quota_store_seconds_count")
     failed = ask.select("langchain_quota_store_seconds_count", 'outcome!="ok"')
     by_store = "sum by (store) "
@@ -196,7 +197,8 @@ def _health_now() -> StatPanel:
         "minutes, for the shared store that fails most. Dashed lines in the charts mark restarts.",
         [
             show.Query(
-                f"count({ask.select('langchain_quota_build_info')})",
+                # 0 if all are gone, as long as the alert of missing metrics looks back.
+                f"count({processes}) or 0 * count(last_over_time({processes}[1h]))",
                 "processes",
                 properties=show.fixed(settings.NEUTRAL),
             ),
