@@ -170,8 +170,7 @@ async def test_a_resume_in_another_process(
 ) -> None:
     """Between model and tools another process goes on: what was refused there does not run here.
 
-    The store may hear of it late. If the mark by then hides what was refused, calls are checked
-    anew, and count in addition. If it lacks only what calls with slots were charged, they run.
+    The store may hear of it late. If the mark hides what was refused, calls are checked again.
     """
     store, saver = FickleStore(MemoryStore()), InMemorySaver()
 
@@ -202,23 +201,24 @@ async def test_a_resume_in_another_process(
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_remark_before_the_tools(elsewhere: Any, signals: Signals) -> None:
-    """A node between model and tools may add a message: the calls are checked once all the same."""
+    """Behind a message of another node, too, calls are checked once, also if ids come again."""
     store, saver, ran = MemoryStore(), InMemorySaver(), list[str]()
-    limit, tools = ToolCallLimit("search", thread_limit=1), [recording("search", ran)]
+    limit, tools = ToolCallLimit("search", thread_limit=2), [recording("search", ran)]
 
     def remark(_: MessagesState) -> Any:
-        interrupt("Go on?")
-        return {"messages": [HumanMessage("a remark")]}
+        return {"messages": [HumanMessage(interrupt("Go on?"))]}
 
     def worker() -> Any:
         limits = GraphQuota([limit], store=store, telemetry=signals.telemetry)
-        model = model_node(limits.model(ScriptedChatModel(script=[["search"]]), tools))
-        return graph_of(model, remark, limits.tools(tools), checkpointer=saver)
+        scripted = ScriptedChatModel(script=lambda _: forged("search"))
+        model, node = model_node(limits.model(scripted, tools)), limits.tools(tools)
+        return graph_of(model, node, remark, model, remark, node, checkpointer=saver)
 
     first = worker()
     await first.ainvoke(HELLO, CONFIG)
-    await (worker() if elsewhere else first).ainvoke(Command(resume="yes"), CONFIG)
-    assert (ran, counts(store)["search:thread:thread-1"]) == (["search"], 1)
+    for one in (worker() if elsewhere else first, first):
+        await one.ainvoke(Command(resume="yes"), CONFIG)
+    assert (ran, counts(store)["search:thread:thread-1"]) == (["search"] * 2, 2)
 
 
 @pytest.mark.parametrize(("most", "found"), [(3, Weather(degrees=20)), (2, None)])

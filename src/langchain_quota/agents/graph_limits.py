@@ -18,6 +18,7 @@ from langgraph.errors import GraphInterrupt
 from langchain_quota.agents.inline import InlineQuotaMiddleware, InlineState, make_model_call
 from langchain_quota.agents.quota import QuotaMiddleware, SharedOptions
 from langchain_quota.core.stops import STOP, StopReason
+from langchain_quota.features.reruns import Reruns
 from langchain_quota.features.run_telemetry import RunHistograms
 from langchain_quota.features.waiting import Waiting
 from langchain_quota.limits import Limit
@@ -216,7 +217,7 @@ class GraphLimits(QuotaMiddleware):
             if self._is_shared:
                 sealed = [_seal(run, decided)]
                 written = self._checks((run.name, answer.id)).get("written")
-                if written and (self._has_slots or written["own"]):
+                if written and (self._has_slots or Waiting.name in written["own"]):
                     # Another process may have to delay or refund the calls.
                     mark["written"] = _with_keys(written, _without_subject)
                     sealed.append(_seal(run, decided, mark["written"]))
@@ -265,8 +266,11 @@ class GraphLimits(QuotaMiddleware):
                 _, answers = await self._check(mode, run, call_state, work)
             run.taken[work] = checked, answers
         checked, answers = run.taken[work]
-        nothing = Ledger(batch=ToolBatch(message=checked or "", calls={}, waiting=[]))
-        written = self._checks((run.name, checked)).get("written", nothing)
+        # Of calls that another process has checked, nothing may be known: not what the newest check
+        # of this process says of others, which may have the same ids.
+        nothing = ToolBatch(message=checked or "", calls={}, waiting=[])
+        unknown = Ledger(batch=nothing, own={Reruns.name: {"tool": ""}})
+        written = self._checks((run.name, checked)).get("written", unknown)
         calls_ledger = merge_ledgers(run.state[LEDGER], written)
         return {**run.state, "messages": history, LEDGER: calls_ledger}, answers
 
@@ -302,8 +306,8 @@ class GraphLimits(QuotaMiddleware):
         final = answers[-1] if run.learn(update) else None
         written = ledger(update)
         if (batch := written.get("batch")) and batch["calls"]:
-            starts = {k: v for k, v in written.get("own", {}).items() if k == Waiting.name}
-            self._checks((run.name, batch["message"]))["written"] = Ledger(batch=batch, own=starts)
+            own = written.get("own", {})
+            self._checks((run.name, batch["message"]))["written"] = Ledger(batch=batch, own=own)
         final = final if isinstance(final, AIMessage) else None
         if final is not None:
             run.end(final, at_model=False)
