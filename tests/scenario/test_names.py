@@ -293,7 +293,7 @@ async def test_model_calls_are_counted_beside_a_budget_alone(signals: Signals) -
 @both_forms
 @either
 async def test_reset_gives_the_quota_back(form: Form, kind: Kind, signals: Signals) -> None:
-    """After a reset a thread has its whole limit, and no run is pending, even if a tool ended it."""
+    """After a reset a thread has its whole limit, and nothing is pending, not even after a tool."""
     script = [["search", "search"], "done", ["search"], "done", ["report"], "done"]
     scene = await asking_scene(signals, script, form=form, kind=kind).played()
     messages = len(scene.state()["messages"])
