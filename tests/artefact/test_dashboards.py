@@ -495,7 +495,7 @@ def test_a_hostile_thread_is_found(seen: Seen) -> None:
 
     def shown() -> list[Any] | None:
         answers = [seen.ask(each, {**ANYTHING, "thread": HOSTILE}) for each in panels]
-        if {len(each) for each in answers} == {1} and float(answers[1][0]["values"][-1][1]) > 0:
+        if {len(each) for each in answers} == {1} and float(answers[1][0]["value"][1]) > 0:
             return answers
         # A busy machine may leave out a scrape, or an evaluation: there is more to see.
         seen.go_on()
