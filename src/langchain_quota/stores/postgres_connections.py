@@ -34,6 +34,9 @@ _CONNECTIONS = 10
 
 _OPTIONS: dict[str, Any] = {"autocommit": True, "fallback_application_name": "langchain-quota"}
 
+_FULL = "too many clients", "too many connections", "connection slots are reserved"
+"""What a server says that has no connection left."""
+
 _INTERVAL = 0.1
 """How often a wait for the server looks whether its time is over, in seconds."""
 
@@ -160,7 +163,7 @@ class Connections(Server, ABC):
             return (f"its user needs {rights}, and for setup() CREATE on the schema",)
         if isinstance(error, errors.ReadOnlySqlTransaction | errors.FeatureNotSupported):
             return ("name all hosts and target_session_attrs=read-write, if this is a standby",)
-        if re.search("too many (clients|connections)|connection slots are reserved", str(error)):
+        if any(full in str(error) for full in _FULL):
             return ("raise max_connections, or connect through PgBouncer",)
         lost = isinstance(error, psycopg.OperationalError | OSError)
         if lost and not isinstance(error, PoolTimeout):
