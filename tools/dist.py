@@ -210,7 +210,8 @@ def try_installed(directory: Path, wheel: Path, version: str) -> None:
         there.run(f"langchain-quota export {what} --to bare")
     for board in (ROOT / "dashboards" / "grafana").glob("*.json"):
         there.run(f"test -f bare/{board.name}")
-    there.run("langchain-quota quotas show", status=2, says="langchain-quota[redis]")
+    show = "langchain-quota quotas show --store redis://127.0.0.1"
+    there.run(show, status=2, says="langchain-quota[redis]")
     there.run("python -I -c", PRICES, status=1, says="langchain-quota[cost]")
     print("the bare wheel runs the first example, exports, and names its extras")
     check_types(there)
