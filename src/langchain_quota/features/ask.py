@@ -125,9 +125,7 @@ class Questions(Feature):
         # Nobody is asked about calls that are still refused.
         asking = rebuilt.limits.asking
         stops = {name: n for name, n in step.stops.items() if name not in asking}
-        again = rebuilt._replace(stops=stops, answer=step.answer)
-        # Its calls do not wait a second time.
-        return await admit(mode, again._replace(waited=step.waited, waited_for=step.waited_for))
+        return await admit(mode, rebuilt._replace(answer=step.answer, stops=stops))
 
     def _ask_person(
         self, step: Step, offers: Sequence["_Offer"]

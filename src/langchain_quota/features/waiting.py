@@ -265,12 +265,13 @@ class Waiting(Feature):
         self, step: Step, delayed: Collection[str] = (), *, is_over: bool = True
     ) -> None:
         """Record how long each call has waited, but not of calls that start later."""
-        limit, outcome = step.waited_for, "cancelled"
+        limit = step.waited_for
         for call, plan, index in zip(step.calls, step.plans, step.index_of, strict=True):
             matches = any(rule.limit.name == limit for rule in plan.rules)
             # In an outage nobody waits.
             if not matches or str(call.id) in delayed or (is_over and not step.answered):
                 continue
+            outcome = "cancelled"
             if is_over:
                 outcome = "blocked" if limit in step.result.refused[index] else "allowed"
             self.recorder.record_wait(step.context.agent, limit, outcome, step.waited)

@@ -165,7 +165,7 @@ class Step(NamedTuple):
         return self._replace(written=merge_ledgers(self.written, Ledger(own={feature: {**values}})))
 
     def rebuilt(self, limits: LimitSet, places: Places) -> "Step":
-        """Return a step of the same calls under other limits; its check began with this one."""
+        """Return a step of the same calls under other limits: begun, and waited, as this one."""
         made = self.state, self.runtime, self.context, limits, places
         step: Step | None
         if self.remake is not None:
@@ -175,7 +175,12 @@ class Step(NamedTuple):
         else:
             step = tool_step(*made, middleware=self.middleware, task=self.task)
         assert step is not None  # noqa: S101 - for the type checker: the calls wait
-        return step._replace(started=self.started, context=self.context)
+        return step._replace(
+            started=self.started,
+            context=self.context,
+            waited=self.waited,
+            waited_for=self.waited_for,
+        )
 
     def by_state(self) -> "Step":
         """Return the step with the result by the state's counts."""

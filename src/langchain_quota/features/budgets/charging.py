@@ -150,7 +150,7 @@ class UnsavedUsage:
                 counts = feature_ledger(state, OWN)
                 # The model's step may have counts that the graph drops if the call fails.
                 names = names if saved in names else (saved,)
-            name, run = uuid4().hex + f"/{answered_by}" * bool(answered_by), _run(state)
+            name, run = f"{uuid4().hex}/{answered_by}", _run(state)
             counts = {
                 "thread_spent": added([counts.get("thread_spent") or {}, amounts]),
                 "run_spent": added([counts.get("run_spent") or {}, amounts]),
